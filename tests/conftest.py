@@ -1,0 +1,5 @@
+"""The repository root on the path, so that a test imports the flat scripts as a user's own script would."""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
