@@ -1,0 +1,116 @@
+"""Evaluate a policy by the papers' protocol: greedy episodes under compressed or full history, one table.
+
+    python eval.py runs/mempo                   # the final table of a training run, again, from its saved folder
+
+Compressed: the history is thrown away each turn and only AgentMemory's window is left. EM: every part of the answer right.
+tokens: prompt and sampled tokens of an episode, summed over its turns; peak: the longest prompt.
+"""
+import json
+import sys
+from argparse import Namespace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from agent_loop import INSTRUCTIONS, rollout
+from data import load_data
+from policy import load_policy
+from reward import em_check, extract_solution, f1_score, validate_format
+
+COLUMNS = {"em": "EM", "em_t1": "EM at T=1", "f1": "F1", "format": "format", "turns": "turns", "tokens": "tokens", "peak": "peak"}
+HISTORIES = ("full", "compressed")
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def figures(t) -> dict:
+    """What one trajectory adds to the table; one without an answer is wrong."""
+    answer = extract_solution(t.turns[-1]) if t.turns else None
+    golds = t.question["answers"]
+    return {"em": float(em_check(answer, golds)), "f1": f1_score(answer, golds), "format": float(validate_format(t.turns)[0]),
+            "turns": len(t.turns), "tokens": sum(t.context_lengths) + sum(t.response_mask), "peak": max(t.context_lengths, default=0)}
+
+
+def run(policy, tokenizer, data, o: Namespace, history: str, temperature: float = 0.0, batch_size: int = 200) -> list:
+    """One trajectory of every held-out question, in order; greedy at temperature 0."""
+    generator = torch.Generator(policy.device).manual_seed(o.seed)
+    trajectories = []
+    for i in tqdm(range(0, len(data.eval), batch_size), f"evaluation, {history} history", mininterval=1, leave=False):
+        trajectories += rollout(policy, tokenizer, data.eval[i:i + batch_size], data.retriever, group_size=1, max_turns=o.eval_turns,
+                                max_response_tokens=None, max_turn_tokens=o.max_turn_tokens, temperature=temperature, top_k=o.top_k,
+                                history=history, instructions=data.instructions, generator=generator)
+    return trajectories
+
+
+def evaluate(policy, tokenizer, data, o: Namespace) -> dict:
+    """The protocol under both histories -> {"em_full", "em_compressed", …, "prompt_by_turn_full", …}: the table's figures."""
+    result = {"n": len(data.eval)}
+    for history in HISTORIES:
+        trajectories = run(policy, tokenizer, data, o, history)
+        rows = [figures(t) for t in trajectories]
+        for row, t in zip(rows, run(policy, tokenizer, data, o, history, temperature=1.0)):
+            row["em_t1"] = figures(t)["em"]
+        result |= {f"{column}_{history}": mean(row[column] for row in rows) for column in COLUMNS}
+        longest = max((len(t.context_lengths) for t in trajectories), default=0)
+        result[f"prompt_by_turn_{history}"] = [round(mean(t.context_lengths[k] for t in trajectories if len(t.context_lengths) > k))
+                                               for k in range(min(longest, 8))]
+    return result
+
+
+def print_table(result: dict) -> None:
+    """Weights × history, a row each; then the prompt's length turn by turn."""
+    print(f"\n{'weights':<12}{'history':<12}" + "".join(f"{title:>11}" for title in COLUMNS.values()))
+    shown = [(name, result[name]) for name in ("cold_start", "final") if name in result]
+    for name, row in shown:
+        for history in HISTORIES:
+            cells = [row[f"{column}_{history}"] for column in COLUMNS]
+            print(f"{name:<12}{history:<12}" + "".join(f"{x:>11.1f}" if column in ("turns", "tokens", "peak") else f"{x:>11.3f}"
+                                                     for column, x in zip(COLUMNS, cells)))
+    name, row = shown[-1]
+    for history in HISTORIES:
+        print(f"prompt tokens by turn, {name}, {history} history: " + " ".join(map(str, row[f"prompt_by_turn_{history}"])))
+    print(f"{row['n']} held-out questions, greedy unless T=1; EM: every part of the answer right; tokens: prompts and output of all turns")
+
+
+def show(tokenizer, t) -> str:
+    """A trajectory as text; on a terminal sampled tokens are bright, memories green, tool and template tokens dim."""
+    memory = {i for start, end in t.mem_spans for i in range(start, end)}
+    styles = ["dim"] * len(t.prompt_ids) + ["green" if i in memory else "bright" if sampled else "dim" for i, sampled in enumerate(t.response_mask)]
+    codes = {"dim": "\033[0;2m", "green": "\033[0;32m", "bright": "\033[0;1m"} if sys.stdout.isatty() else dict.fromkeys(("dim", "green", "bright"), "")
+    out, ids = "", t.prompt_ids + t.response_ids
+    for style, run in groupby(range(len(ids)), key=lambda i: styles[i]):
+        run = list(run)
+        out += codes[style] + tokenizer.decode(ids[:run[-1] + 1])[len(tokenizer.decode(ids[:run[0]])):]
+    return out + ("\033[0m" if codes["dim"] else "") + f"\n[{t.stop_reason}; gold: {t.question['answers'][0]}]"
+
+
+def main(argv: list[str]) -> None:
+    """The final table of a run's folder."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ValueError("usage: python eval.py RUN, a folder that train.py made")
+    folder = Path(argv[0])
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} is not a run's folder: it has no config.json")
+    o = Namespace(**json.loads((folder / "config.json").read_text()))
+    data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
+    result = {}
+    for name, weights in (("cold_start", "cold_start"), ("final", "model")):
+        if (folder / weights).exists():
+            policy, tokenizer = load_policy(str(folder / weights), o.dtype, o.device)
+            result[name] = evaluate(policy, tokenizer, data, o)
+    print_table(result)
+
+
+if __name__ == "__main__":
+    transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
+        print(f"eval.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,162 @@
+"""MemPO (arXiv 2603.00680): teacher scoring of the memories, their reward, the two advantages, the clipped loss.
+
+Letters: N trajectories or snapshots, T positions, A answer tokens. Labels A1, A2, A3, B4-algo are the notes'. Nothing here
+knows of a tokenizer's kind, a model or a retriever: tensors and plain values come in as arguments.
+Left out: a critic, and the notes' padding of all 2N rows to one length (rows are sorted into micro-batches instead).
+
+    rewards = memory_rewards(policy, tokenizer, full_trajs, mem_trajs, golds)     # then the advantages, then ppo_loss
+"""
+import math
+from collections import defaultdict
+
+import torch
+
+GATES = ("own", "full", "none")
+
+
+# ---- A1: how well the gold answer is predicted ----
+
+def build_answer(tokenizer, gold: str) -> tuple[list[int], list[int]]:
+    """A1: the scored text in three pieces -> (answer_ids [A], ans_mask [A]); the mask is 1 exactly on the gold answer's tokens."""
+    pieces = ("\n<think>\n...\n</think>\n<answer>\n", gold, "\n</answer>")
+    ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+    return sum(ids, []), [0] * len(ids[0]) + [1] * len(ids[1]) + [0] * len(ids[2])
+
+
+def micro_batches(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Indices sorted by length and cut where rows × longest row would exceed the budget; a longer row goes alone."""
+    batches = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+@torch.no_grad()
+def score_answers(policy, contexts: list[list[int]], answers: list[tuple[list[int], list[int]]], token_budget: int = 16384):
+    """A1: log p(answer[t] | context_i, answer[<t]) where ans_mask is 1 -> N tensors [A_i], 0 elsewhere.
+
+    The rows are right-padded micro-batches; the result does not depend on how they are cut.
+    """
+    rows = [context + ids for context, (ids, _) in zip(contexts, answers)]
+    out = [None] * len(rows)
+    for batch in micro_batches([len(row) for row in rows], token_budget):
+        T = len(rows[batch[-1]])
+        ids = torch.zeros(len(batch), T, dtype=torch.long, device=policy.device)                     # [B,T]
+        select = torch.zeros(len(batch), T, dtype=torch.bool, device=policy.device)
+        for b, i in enumerate(batch):
+            n, mask = len(rows[i]), torch.tensor(answers[i][1], dtype=torch.bool)
+            ids[b, :n] = torch.tensor(rows[i])
+            select[b, n - len(mask):n] = mask
+        logp = policy.logprobs(ids, select).cpu()                                                    # [B,T]
+        for b, i in enumerate(batch):
+            out[i] = logp[b, len(contexts[i]):len(rows[i])]
+    return out
+
+
+def answer_probability(logp, ans_mask, threshold: float = 0.5, gate_logp=None) -> float:
+    """A1: P = exp(mean of logp over the answer tokens that pass the threshold); 0 if none passes.
+
+    logp, ans_mask: [A]. A token passes if gate_logp (default: logp itself) > log(threshold); threshold 0 lets all pass.
+    """
+    logp = torch.as_tensor(logp)
+    gate = logp if gate_logp is None else torch.as_tensor(gate_logp)
+    passed = torch.as_tensor(ans_mask).bool() & (gate > (math.log(threshold) if threshold > 0 else -math.inf))
+    return math.exp(logp[passed].double().mean()) if passed.any() else 0.0
+
+
+def memory_rewards(policy, tokenizer, full_trajs, mem_trajs, golds: list[str], threshold: float = 0.5, gate: str = "own",
+                   token_budget: int = 16384) -> list[list[tuple[float, float]]]:
+    """A1: (P_mem, P_full) of every memory turn; the reward of turn k is P_mem_k − P_full_k.
+
+    full_trajs, mem_trajs: a list of snapshots a trajectory; golds: one answer a trajectory. All N snapshots are scored as one
+    batch of 2N rows. gate: whose log-probabilities decide which tokens count: "own" (the notes: each side's), "full" (the
+    full side's for both, so that what the history makes certain must be carried), "none" (no threshold).
+    """
+    if gate not in GATES:
+        raise ValueError(f"unknown gate {gate!r}; use own, full or none")
+    flat_full, flat_mem = sum(full_trajs, []), sum(mem_trajs, [])
+    built = {gold: build_answer(tokenizer, gold) for gold in set(golds)}
+    answers = [built[gold] for gold, snapshots in zip(golds, full_trajs) for _ in snapshots]          # [N]
+    logp = score_answers(policy, flat_full + flat_mem, answers + answers, token_budget)              # [2N]
+    N, pairs = len(answers), []
+    for full, mem, (_, mask) in zip(logp[:N], logp[N:], answers):
+        tau = 0.0 if gate == "none" else threshold
+        pairs.append((answer_probability(mem, mask, tau, full if gate == "full" else None), answer_probability(full, mask, tau)))
+    turns = iter(pairs)
+    return [[next(turns) for _ in snapshots] for snapshots in full_trajs]
+
+
+# ---- B4-algo, A2, A3: advantages ----
+
+def normalise(values: list[float]) -> list[float]:
+    """(x − mean) / (std + 1e-6), sample std; 0 for a group of one or without spread."""
+    x = torch.tensor(values, dtype=torch.float64)
+    if len(x) < 2 or x.max() == x.min():
+        return [0.0] * len(x)
+    return ((x - x.mean()) / (x.std() + 1e-6)).tolist()
+
+
+def compute_grpo_outcome_advantage(scores, group_ids, response_mask) -> torch.Tensor:
+    """B4-algo: (score_i − mean_g) / (std_g + 1e-6) on every response token of trajectory i. [N], N hashables, [N,T] -> [N,T]"""
+    groups = defaultdict(list)
+    for i, g in enumerate(group_ids):
+        groups[g].append(i)
+    adv = torch.zeros(len(group_ids), 1)
+    for members in groups.values():
+        adv[members, 0] = torch.tensor(normalise([float(scores[i]) for i in members]))
+    return adv.to(response_mask.device) * response_mask                                               # [N,1] · [N,T]
+
+
+def compute_grpo_memory_advantage(mem_rewards, mem_spans, group_ids, response_mask) -> torch.Tensor:
+    """A2: mem_reward_i,k normalised over all memory turns of all trajectories of the question, on that span's tokens. -> [N,T]
+
+    mem_rewards, mem_spans: a list a trajectory, one float and one [start, end) a memory turn.
+    """
+    groups = defaultdict(list)
+    for i, g in enumerate(group_ids):
+        if len(mem_rewards[i]) != len(mem_spans[i]):
+            raise ValueError(f"trajectory {i} has {len(mem_rewards[i])} memory rewards for {len(mem_spans[i])} memory spans")
+        groups[g] += [(i, start, end, float(r)) for r, (start, end) in zip(mem_rewards[i], mem_spans[i])]
+    adv = torch.zeros(response_mask.shape)
+    for turns in groups.values():
+        for (i, start, end, _), a in zip(turns, normalise([r for *_, r in turns])):
+            adv[i, start:end] = a
+    return adv.to(response_mask.device) * response_mask
+
+
+def compute_advantage(outcome_adv, memory_adv, response_mask, memory_weight: float = 1.0) -> torch.Tensor:
+    """A3: final_adv = (outcome_adv + w · memory_adv) · response_mask, all [N,T]."""
+    return (outcome_adv + memory_weight * memory_adv) * response_mask
+
+
+# ---- the update ----
+
+def masked_mean(x, mask) -> torch.Tensor:
+    """Mean of x where mask; 0, with zero gradient, if nothing is. What stands elsewhere, NaN included, has no part in it."""
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def ppo_loss(logp, old_logp, advantages, mask, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[torch.Tensor, dict]:
+    """−mean over trained tokens of min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A), r = exp(logp − old_logp). All [N,T].
+
+    old_logp is what the sampler recorded, fixed over all passes. The dict holds detached figures over trained tokens:
+    tokens, max |r − 1|, mean KL(rollout ‖ replay) by the k3 estimator, and the fraction where the clip decides.
+    """
+    mask = torch.as_tensor(mask).bool()
+    delta = torch.where(mask, logp, 0) - torch.where(mask, old_logp, 0)       # guarded before exp, so also in the backward pass
+    ratio, advantages = delta.exp(), torch.where(mask, advantages, 0)
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -masked_mean(torch.minimum(unclipped, clipped), mask)
+    with torch.no_grad():
+        stats = {"tokens": int(mask.sum()), "max_ratio_dev": float(torch.where(mask, ratio - 1, 0).abs().max()) if mask.numel() else 0.0,
+                 "kl": float(masked_mean(ratio - 1 - delta, mask)), "clip_fraction": float(masked_mean((clipped < unclipped).float(), mask))}
+    return loss, stats
+
+
+def kl_to_reference(logp, ref_logp, mask) -> torch.Tensor:
+    """The k3 estimator of KL(policy ‖ reference), mean over trained tokens: exp(d) − d − 1 with d = ref_logp − logp. [N,T] -> []"""
+    d = torch.where(mask, ref_logp, 0) - torch.where(mask, logp, 0)
+    return masked_mean(d.exp() - d - 1, mask)

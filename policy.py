@@ -1,0 +1,265 @@
+"""A causal language model as a policy: cached steps for the sampler, replayed log-probabilities for the trainer.
+
+Letters: B rows, S tokens fed at once, T positions, K cached positions, V vocabulary, D head width, H key/value heads.
+Left out: tensor and pipeline parallelism, several GPUs, quantised training.
+
+    policy, tokenizer = load_policy("Qwen2.5-1.5B")          # a hub id, its short form, a folder, or GGUF weights
+"""
+import inspect
+import os
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+PLAIN_CHAT_TEMPLATE = (  # for models that bring none
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+HUB_OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB"}
+SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
+LOGIT_SLICE = 2 ** 26  # logits held at once by `logprobs`, in elements: 256 MB in float32
+
+
+class SlotCache(Cache):
+    """Keys and values of B rows; the token at position p of row b lies in slot p, so there are no holes and no padding.
+
+    `step` works on the first n rows. A row that has stopped is swapped behind them (`swap`), so the running rows stay
+    one contiguous view and nothing is copied for a row that only waits. Memory grows with use, up to `max_length`.
+    """
+
+    def __init__(self, batch_size: int, max_length: int):
+        self.layers = []                                       # what transformers' Cache would keep; unused here
+        self.keys, self.values = [], []                        # a layer each: [B, H, capacity, D]
+        self.max_length = max_length
+        self.length = torch.zeros(batch_size, dtype=torch.long)  # [B] tokens fed so far, on the CPU: no GPU sync
+
+    def open(self, start: int, lengths: torch.Tensor, device) -> None:
+        """Announce that rows start … start + n − 1 are about to receive `lengths` [n] new tokens each."""
+        n, S = len(lengths), int(lengths.max())
+        old = self.length[start:start + n]
+        if int((old + lengths).max()) > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} tokens a row and {int((old + lengths).max())} were fed; "
+                             "ask new_cache for a larger max_length")
+        row, column = (torch.arange(S) < lengths[:, None]).nonzero(as_tuple=True)
+        self.start, self.n, self.K = start, n, int((old + lengths).max())
+        self.index = tuple(i.to(device) for i in (start + row, old[row] + column, row, column))
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """[n,H,S,D] new keys and values of one layer -> all keys and values of its open rows, [n,H,K,D]."""
+        if layer_idx == len(self.keys):
+            _, H, _, D = key_states.shape
+            for store in (self.keys, self.values):
+                store.append(key_states.new_zeros(len(self.length), H, min(max(self.K, 64), self.max_length), D))
+        grow = self.K - self.keys[layer_idx].shape[2]
+        if grow > 0:
+            grow = min(max(grow, self.keys[layer_idx].shape[2] // 2), self.max_length - self.keys[layer_idx].shape[2])
+            for store in (self.keys, self.values):
+                store[layer_idx] = F.pad(store[layer_idx], (0, 0, 0, grow))
+        row, slot, b, s = self.index                           # only real tokens are written
+        self.keys[layer_idx][row, :, slot] = key_states[b, :, s]
+        self.values[layer_idx][row, :, slot] = value_states[b, :, s]
+        rows = slice(self.start, self.start + self.n)
+        return self.keys[layer_idx][rows, :, :self.K], self.values[layer_idx][rows, :, :self.K]
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        pair, swapped = [a, b], [b, a]
+        K = int(self.length[pair].max())
+        self.length[pair] = self.length[swapped]
+        for tensor in self.keys + self.values:
+            tensor[pair, :, :K] = tensor[swapped, :, :K]
+
+    def copy_rows(self, source: "SlotCache", rows: list[int]) -> None:
+        """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""
+        K = max(int(source.length.max()), 64)
+        self.length = source.length[rows].clone()
+        pad = (0, 0, 0, min(K, self.max_length) - min(source.keys[0].shape[2], K))
+        self.keys = [F.pad(k[rows, :, :K], pad) for k in source.keys]
+        self.values = [F.pad(v[rows, :, :K], pad) for v in source.values]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are always given explicitly, so transformers' own count starts at 0."""
+        return 0
+
+
+class Policy:
+    """A transformers causal LM with the three calls that the sampler and the trainer need. Dropout is off in all of them."""
+
+    def __init__(self, model):
+        self.model = model.eval()
+        self.cache_argument = "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
+        self.max_tokens_a_pass = 16384                         # bounds the activations and the [n,1,S,K] mask of a prefill
+
+    @property
+    def device(self):
+        return self.model.device
+
+    @property
+    def context_length(self) -> int | None:
+        """The model's window in tokens, where its configuration names one."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimizer updates; a tied weight appears once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def new_cache(self, batch_size: int, max_length: int) -> SlotCache:
+        return SlotCache(batch_size, max_length)
+
+    @torch.no_grad()
+    def step(self, input_ids, lengths, cache) -> torch.Tensor:
+        """Feed row b its first lengths[b] tokens of input_ids [B,S]; return the logits after each row's last fed token, [B,V].
+
+        B may be smaller than the cache: rows 0 … B − 1 are fed. Positions continue where each row stands.
+        """
+        lengths = torch.as_tensor(lengths).cpu()
+        if int(lengths.min()) < 1:
+            raise ValueError("step needs at least one token for every row; drop finished rows from the end of the batch")
+        n = max(1, self.max_tokens_a_pass // int(lengths.max()))
+        return torch.cat([self._step(input_ids[i:i + n], lengths[i:i + n], cache, i) for i in range(0, len(lengths), n)])
+
+    def _step(self, input_ids, lengths, cache, start):
+        S, device = int(lengths.max()), self.device
+        cache.open(start, lengths, device)
+        position = (cache.length[start:start + cache.n, None] + torch.arange(S)).to(device)         # [n,S]
+        visible = torch.arange(cache.K, device=device) <= position[:, None, :, None]                # [n,1,S,K] slot j: j <= position
+        dtype = self.model.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, torch.finfo(dtype).min)
+        hidden = self.model.base_model(
+            input_ids=input_ids[:, :S].to(device), attention_mask=mask, position_ids=position, use_cache=True,
+            **{self.cache_argument: cache}).last_hidden_state                                       # [n,S,E]
+        cache.length[start:start + cache.n] += lengths
+        return self.head(hidden[torch.arange(cache.n, device=device), (lengths - 1).to(device)])    # [n,V]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[...,E] last hidden states -> [...,V] logits."""
+        return self.model.get_output_embeddings()(hidden)
+
+    def hidden(self, input_ids, attention_mask=None) -> torch.Tensor:
+        """[B,T] -> last hidden states [B,T,E], in one causal pass; positions count real tokens only.
+
+        Padding is what attention_mask says, never a token's id. On the right it needs no mask at all: nothing real looks there.
+        """
+        if attention_mask is None or bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            return self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        position = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        return self.model.base_model(input_ids=input_ids, attention_mask=attention_mask.bool(), position_ids=position,
+                                     use_cache=False).last_hidden_state
+
+    def replay(self, input_ids, attention_mask=None) -> torch.Tensor:
+        """[B,T] -> logits [B,T,V], with gradients; right- or left-padded."""
+        return self.head(self.hidden(input_ids, attention_mask))
+
+    def logprobs(self, input_ids, select, temperature: float = 1.0, attention_mask=None) -> torch.Tensor:
+        """log p(input_ids[b,t] | input_ids[b,<t]) at the sampling temperature where select[b,t], 0 elsewhere: [B,T].
+
+        Only the selected positions pass the output layer, slice by slice, so [tokens × V] logits never exist whole.
+        Position 0 has no prediction and cannot be selected.
+        """
+        hidden = self.hidden(input_ids, attention_mask)[:, :-1]
+        select = select.bool()
+        chosen, target = hidden[select[:, 1:]], input_ids[:, 1:][select[:, 1:]]                     # [n,E], [n]
+
+        def gather(h, y):
+            return torch.log_softmax(self.head(h).float() / temperature, -1).gather(-1, y[:, None])[:, 0]
+
+        size = max(1, LOGIT_SLICE // self.model.get_output_embeddings().weight.shape[0])
+        pieces = [checkpoint(gather, h, y, use_reentrant=False) if len(target) > size else gather(h, y)
+                  for h, y in zip(chosen.split(size), target.split(size))]
+        out = hidden.new_zeros(input_ids.shape, dtype=torch.float32)
+        return out.masked_scatter(select, torch.cat(pieces)) if len(target) else out
+
+
+class Chat:
+    """What the model's chat template writes around the messages, as token ids.
+
+    The template is rendered once with stand-ins and cut there. Contents are encoded apart from it and never as special tokens,
+    so a template that drops earlier thoughts, or text that spells a control token, cannot change the stream.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        messages = [{"role": r, "content": c} for r, c in
+                    (("system", SYSTEM), ("user", "@1@"), ("assistant", "@2@"), ("user", "@3@"))]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if re.findall("@[123]@", text) != ["@1@", "@2@", "@3@"]:
+            raise ValueError("the tokenizer's chat template drops or reorders messages; give the tokenizer a plain chat_template")
+        opening, _, to_user, header = re.split("@[123]@", text)
+        def trusted(piece):
+            return tokenizer.encode(piece, add_special_tokens=False)
+        self.opening, self.to_user, self.header = trusted(opening), trusted(to_user), trusted(header)
+        self.mem = self.encode("<mem>")
+        special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special = special
+        self.stops = {tokenizer.eos_token_id, *[i for i in self.to_user[:1] if i in special]} - {None}
+        self.closes = [">" in (t or "") for t in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]  # may end a tag
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of untrusted text: no special token comes out of it, and lone surrogates do not raise."""
+        text = text.encode("utf-8", "replace").decode()
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text view of sampled ids; special tokens are left out by id."""
+        return self.tokenizer.decode([i for i in ids if i not in self.special], clean_up_tokenization_spaces=False)
+
+    def may_close(self, token: int) -> bool:
+        return token < len(self.closes) and self.closes[token]
+
+    def prompt(self, question: str) -> list[int]:
+        """[system, user] and the assistant header: `prompt_ids`."""
+        return self.opening + self.encode(question) + self.header
+
+    def messages(self, messages: list[dict]) -> list[int]:
+        """Ids of [system, user, assistant, user, assistant, …, user] and the next assistant header."""
+        ids = self.prompt(messages[1]["content"])
+        for assistant, user in zip(messages[2::2], messages[3::2]):
+            ids += self.encode(assistant["content"]) + self.to_user + self.encode(user["content"]) + self.header
+        return ids
+
+
+def resolve_name(name: str) -> str:
+    """`Qwen2.5-1.5B` -> `Qwen/Qwen2.5-1.5B`; anything that exists here or already names an owner stays as it is."""
+    if "/" not in name and not os.path.exists(name):
+        for family, owner in HUB_OWNERS.items():
+            if name.startswith(family):
+                return f"{owner}/{name}"
+    return name
+
+
+def load_policy(name: str, dtype: str = "float32", device: str | None = None):
+    """(Policy, tokenizer) from a hub id, its short form, a folder of safetensors, or GGUF weights (a file or its folder).
+
+    Pickled weights and remote code are refused. Raises ValueError, in one sentence, if there is nothing to load.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source, options = resolve_name(name), {}
+    path = Path(source)
+    gguf = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if gguf and not (path.is_dir() and (path / "config.json").exists()):
+        source, options = str(gguf[0].parent), {"gguf_file": gguf[0].name}
+    elif path.is_dir() and not list(path.glob("*.safetensors")):
+        raise ValueError(f"the folder {name} has no *.safetensors or *.gguf weights; convert pickled weights with "
+                         "save_pretrained(..., safe_serialization=True) first")
+    elif path.is_absolute() and not path.exists():
+        raise ValueError(f"there is no folder {name}; --model takes a hub id, a folder, or a GGUF file")
+    try:
+        declared = {} if options else get_tokenizer_config(source)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
+        plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
+        if not options:
+            options["use_safetensors"] = True
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
+    except (OSError, ImportError) as error:
+        raise ValueError(f"cannot load {source} (from --model {name}): not found as a folder, in the local Hugging Face cache or "
+                         f"on the hub; download it where there is a network (`hf download {source}`) and pass its folder "
+                         f"({str(error).splitlines()[0]})") from error
+    if options.get("gguf_file"):                               # saved again it is an ordinary float model
+        model.config.__dict__.pop("quantization_config", None)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    return Policy(model.to(device)), tokenizer
