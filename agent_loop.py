@@ -288,11 +288,9 @@ def close_turn(chat: Chat, episode: Episode, limits: Limits, counters: dict) -> 
 
 def open_context(policy, batch: list[Episode], limits: Limits, counters):
     """A cache that holds each episode's pending tokens, and the logits after them; what several share is fed once."""
-    pieces, rows = [], []
-    for episode in batch:
-        if not pieces or episode.pending != pieces[-1]:
-            pieces.append(episode.pending)
-        rows.append(len(pieces) - 1)
+    which = {}                                                 # context -> its row
+    rows = [which.setdefault(tuple(episode.pending), len(which)) for episode in batch]
+    pieces = [list(context) for context in which]
     longest = max(map(len, pieces))
     most = longest + (max(e.budget for e in batch) if limits.history == "compressed" else limits.max_response_tokens or 1 << 60)
     shared = policy.new_cache(len(pieces), longest if len(pieces) < len(batch) else most)
@@ -305,9 +303,9 @@ def open_context(policy, batch: list[Episode], limits: Limits, counters):
 
 
 def waste(trajectories: list[Trajectory], counters: dict) -> dict:
-    """Under full history: tokens fed beyond each prompt once a question and each response once, and steps of rows that had stopped."""
-    prompts = {t.group_id: len(t.prompt_ids) for t in trajectories if t.turns}
-    needed = sum(prompts.values()) + sum(len(t.response_ids) - 1 for t in trajectories if t.turns)
+    """Under full history: tokens fed beyond each distinct prompt and each response once, and steps of rows that had stopped."""
+    prompts = {tuple(t.prompt_ids) for t in trajectories if t.turns}
+    needed = sum(map(len, prompts)) + sum(len(t.response_ids) - 1 for t in trajectories if t.turns)
     stepped = sum(sum(t.response_mask) - len(t.turns) for t in trajectories)
     return {"fed_twice": counters["prefilled"] + counters["decoded"] - needed, "finished_rows_stepped": counters["decoded"] - stepped}
 

@@ -33,6 +33,8 @@ KIND = {"person": (FIRST, FAMILY), "town": (TOWN, PART), "river": (RIVER, ARM), 
 # relation -> (kind of entity, kind of value)
 RELATION = {"birthplace": ("person", "town"), "teacher": ("person", "person"), "hero": ("person", "person"), "river": ("town", "river"),
             "mayor": ("town", "person"), "port": ("town", "town"), "maker": ("thing", "person"), "home": ("thing", "town")}
+REMARK = {"person": ("trade", "baker clerk farmer miller potter smith".split()), "town": ("tree", "ash beech elm lime oak pine".split()),
+          "thing": ("colour", "black blue green grey red white".split())}  # what documents say besides, and nobody asks
 SHAPES = [(1, 1, 1), (1, 1, 1), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2,)]  # hops of each part of a question
 
 
@@ -51,12 +53,12 @@ def draw_path(rng: random.Random, hops: int, used: set) -> list[str]:
     return rng.choice(paths)
 
 
-def describe(rng: random.Random, entity: str, kind: str, known: dict, taken: set) -> dict:
-    """The document of an entity: two relations, the value right behind each."""
-    other = rng.sample([r for r, (k, _) in RELATION.items() if k == kind and r not in known], 2 - len(known))
-    facts = [*known.items(), *((r, draw_name(rng, RELATION[r][1], taken)) for r in other)]
+def describe(rng: random.Random, entity: str, relation: str, value: str) -> dict:
+    """The document of an entity: its title, the fact, the value right behind its relation, and a remark before or after."""
+    remark, words = REMARK[RELATION[relation][0]]
+    facts = [f"{relation} {value}", f"{remark} {rng.choice(words)}"]
     rng.shuffle(facts)
-    return {"title": entity, "text": f"{entity} has " + ", ".join(f"{r} {value}" for r, value in facts) + "."}
+    return {"title": entity, "text": f"{entity} has {facts[0]}, {facts[1]}."}
 
 
 def world_question(rng: random.Random, shape=None) -> dict:
@@ -68,18 +70,17 @@ def world_question(rng: random.Random, shape=None) -> dict:
         entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
         parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
-            kind, value_kind = RELATION[relation]
-            value = draw_name(rng, value_kind, taken)
+            value = draw_name(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
-            documents.append(describe(rng, entity, kind, {relation: value}, taken))
+            documents.append(describe(rng, entity, relation, value))
             entity = value.split()[0]
-        answers.append(value)
-    for _, entity, relation, _ in list(steps):                 # others that mention the entity, so that ranking matters
+        answers.append(f"{relation} {value}")
+    for _, entity, relation, _ in steps:                       # others that mention the entity, so that ranking matters
         fitting = [r for r, (_, kind) in RELATION.items() if kind == RELATION[relation][0]]
         if fitting:
             r = rng.choice(fitting)
             other = draw_name(rng, RELATION[r][0], taken).split()[0]
-            documents.append(describe(rng, other, RELATION[r][0], {r: f"{entity} {rng.choice(KIND[RELATION[r][1]][1])}"}, taken))
+            documents.append(describe(rng, other, r, f"{entity} {rng.choice(KIND[RELATION[r][1]][1])}"))
     rng.shuffle(documents)
     documents = [{"id": str(i), **document} for i, document in enumerate(documents)]
     return {"question": "Find " + ", ".join(parts) + ".", "answers": ["; ".join(answers)], "documents": documents, "steps": steps}
@@ -110,7 +111,8 @@ WORLD_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' +
 
 def world_tokenizer() -> PreTrainedTokenizerFast:
     """Word level: one token a word, a tag or a punctuation mark; the same interface as any BPE tokenizer."""
-    words = sorted({w for lists in KIND.values() for words in lists for w in words} | set(RELATION))
+    words = sorted({w for lists in KIND.values() for words in lists for w in words} | set(RELATION)
+                   | {w for remark, words in REMARK.values() for w in (remark, *words)})
     words += ("the The of has is Find Next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
     tags = [f"<{slash}{tag}>" for tag in ("mem", "think", "search", "access", "answer", "information") for slash in ("", "/")]
@@ -141,10 +143,10 @@ def recall(steps) -> str:
 
 
 def answer_pieces(question: dict, known, everything: bool = False) -> list:
-    """The gold answer part by part; a value that the context does not hold is shown but not trained, or the policy learns to guess."""
-    values, pieces = {value for *_, value in known}, []
-    for value in question["answers"][0].split("; "):
-        pieces += [("policy", ";", True)] * bool(pieces) + [("policy", value, everything or value in values)]
+    """The gold answer part by part; a fact that the context does not hold is shown but not trained, or the policy learns to guess."""
+    facts, pieces = {f"{relation} {value}" for _, _, relation, value in known}, []
+    for fact in question["answers"][0].split("; "):
+        pieces += [("policy", ";", True)] * bool(pieces) + [("policy", fact, everything or fact in facts)]
     return pieces
 
 

@@ -62,7 +62,7 @@ def answer_probability(logp, ans_mask, threshold: float = 0.5, gate_logp=None) -
     """
     logp = torch.as_tensor(logp)
     gate = logp if gate_logp is None else torch.as_tensor(gate_logp)
-    passed = torch.as_tensor(ans_mask).bool() & (gate > (math.log(threshold) if threshold > 0 else -math.inf))
+    passed = torch.as_tensor(ans_mask).bool() & (gate > math.log(threshold) if threshold > 0 else True)
     return math.exp(logp[passed].double().mean()) if passed.any() else 0.0
 
 
@@ -158,5 +158,6 @@ def ppo_loss(logp, old_logp, advantages, mask, clip_low: float = 0.2, clip_high:
 
 def kl_to_reference(logp, ref_logp, mask) -> torch.Tensor:
     """The k3 estimator of KL(policy ‖ reference), mean over trained tokens: exp(d) − d − 1 with d = ref_logp − logp. [N,T] -> []"""
+    mask = torch.as_tensor(mask).bool()
     d = torch.where(mask, ref_logp, 0) - torch.where(mask, logp, 0)
     return masked_mean(d.exp() - d - 1, mask)

@@ -239,14 +239,14 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source, options = resolve_name(name), {}
     path = Path(source)
-    gguf = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    gguf = [path] if path.suffix == ".gguf" and path.exists() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if gguf and not (path.is_dir() and (path / "config.json").exists()):
         source, options = str(gguf[0].parent), {"gguf_file": gguf[0].name}
     elif path.is_dir() and not list(path.glob("*.safetensors")):
         raise ValueError(f"the folder {name} has no *.safetensors or *.gguf weights; convert pickled weights with "
                          "save_pretrained(..., safe_serialization=True) first")
-    elif path.is_absolute() and not path.exists():
-        raise ValueError(f"there is no folder {name}; --model takes a hub id, a folder, or a GGUF file")
+    elif (path.is_absolute() or path.suffix == ".gguf") and not path.exists():
+        raise ValueError(f"there is no folder or file {name}; --model takes a hub id, a folder, or GGUF weights")
     try:
         declared = {} if options else get_tokenizer_config(source)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -49,7 +49,7 @@ class ModelOptions:
     _argument_group_name = "model"
     model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
     device: str | None = option(None, "cuda or cpu; cuda where there is one")
-    dtype: str = option("float32", "weights: float32 or bfloat16")
+    dtype: str = option("float32", "weights: float32 or bfloat16", choices=["float32", "bfloat16"])
     seed: int = option(0, "of the weights made here, the questions and the sampling")
 
 
@@ -179,7 +179,7 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 
     groups = set(group_ids)
     flat = [p for turns in P for p in turns]
-    answers = [extract_solution(t.turns[-1]) for t in trajectories]
+    answers = [extract_solution(t.turns[-1]) if t.turns else None for t in trajectories]
     return advantages, rewards, scores, {
         "score": mean(scores), "em": mean([em_check(a, t.question["answers"]) for a, t in zip(answers, trajectories)]),
         "format": mean([validate_format(t.turns)[0] for t in trajectories]),
@@ -197,6 +197,8 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
     optimizer.zero_grad()
     for batch in micro_batches([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], o.token_budget):
         rows = [trajectories[i] for i in batch]
+        if not any(sum(t.response_mask) for t in rows):        # stopped before anything was sampled
+            continue
         before = [[0] * len(t.prompt_ids) for t in rows]
         ids = pad([t.prompt_ids + t.response_ids for t in rows], device=policy.device)                # [B,T]
         mask = pad([b + t.response_mask for b, t in zip(before, rows)], torch.bool, policy.device)

