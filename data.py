@@ -30,12 +30,14 @@ ARM = "Beck Brook Run Water".split()
 THING = "bell chair clock crown cup drum fan harp key lamp mask mirror ring robe sword vase".split()
 STUFF = "amber brass glass iron ivory jade silver velvet".split()
 KIND = {"person": (FIRST, FAMILY), "town": (TOWN, PART), "river": (RIVER, ARM), "thing": (THING, STUFF)}
-# relation -> (kind of entity, kind of value)
-RELATION = {"birthplace": ("person", "town"), "teacher": ("person", "person"), "hero": ("person", "person"), "river": ("town", "river"),
-            "mayor": ("town", "person"), "port": ("town", "town"), "maker": ("thing", "person"), "home": ("thing", "town")}
+# relation -> (kind of entity, kind of value); a question's parts stand in this order, and those of VIA only lead to another
+RELATION = {"teacher": ("person", "person"), "hero": ("person", "person"), "river": ("town", "river"), "mayor": ("town", "person"),
+            "port": ("town", "town"), "maker": ("thing", "person"), "owner": ("thing", "person"),
+            "birthplace": ("person", "town"), "home": ("thing", "town")}
+VIA = ("birthplace", "home")
 REMARK = {"person": ("trade", "baker clerk farmer miller potter smith".split()), "town": ("tree", "ash beech elm lime oak pine".split()),
           "thing": ("colour", "black blue green grey red white".split())}  # what documents say besides, and nobody asks
-SHAPES = [(1, 1, 1), (1, 1, 1), (1, 1), (1, 1, 1, 1), (2, 1), (1, 2), (2,)]  # hops of each part of a question
+SHAPES = [(1, 1, 1), (1, 1, 1), (1, 1), (1, 1, 1, 1), (2, 1), (2, 1, 1), (2,)]  # hops of each part of a question
 
 
 def draw_name(rng: random.Random, kind: str, taken: set) -> str:
@@ -46,11 +48,15 @@ def draw_name(rng: random.Random, kind: str, taken: set) -> str:
     return f"{first[i]} {second[i % len(second)] if rng.random() < 0.7 else rng.choice(second)}"
 
 
-def draw_path(rng: random.Random, hops: int, used: set) -> list[str]:
-    """Relations to follow one after the other; no relation is used twice in a question."""
-    free = [r for r in RELATION if r not in used]
-    paths = [[r] for r in free] if hops == 1 else [[r, s] for r in free for s in free if r != s and RELATION[r][1] == RELATION[s][0]]
-    return rng.choice(paths)
+def draw_paths(rng: random.Random, shape) -> list[list[str]]:
+    """A path of relations for each part, ending in different ones; a longer path leads through a relation of VIA."""
+    ends = rng.sample([r for r in RELATION if r not in VIA], len(shape))
+    towns = [r for r, (kind, _) in RELATION.items() if kind == "town"]
+    for part, hops in enumerate(shape):
+        if hops == 2 and ends[part] not in towns:              # only towns are reached by a first hop
+            ends[part] = rng.choice([r for r in towns if r not in ends])
+    paths = [[end] if hops == 1 else [rng.choice(VIA), end] for end, hops in zip(ends, shape)]
+    return sorted(paths, key=lambda path: list(RELATION).index(path[-1]))
 
 
 def describe(rng: random.Random, entity: str, relation: str, value: str) -> dict:
@@ -63,10 +69,8 @@ def describe(rng: random.Random, entity: str, relation: str, value: str) -> dict
 
 def world_question(rng: random.Random, shape=None) -> dict:
     """One question with its own documents, and "steps": its searches as (part, entity, relation, value)."""
-    taken, used, steps, parts, answers, documents = set(), set(), [], [], [], []
-    for part, hops in enumerate(shape or rng.choice(SHAPES)):
-        path = draw_path(rng, hops, used)
-        used.update(path)
+    taken, steps, parts, answers, documents = set(), [], [], [], []
+    for part, path in enumerate(draw_paths(rng, shape or rng.choice(SHAPES))):
         entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
         parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
@@ -150,46 +154,53 @@ def answer_pieces(question: dict, known, everything: bool = False) -> list:
     return pieces
 
 
-def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float) -> list:
-    """One scripted episode, or a part of one, of a fresh training question.
+def write(facts) -> list:
+    """A memory; its opening tag is the loop's."""
+    return [("policy", "<mem>", False), ("policy", f"{recall(facts)}</mem>", True)]
 
-    full: the whole conversation; compressed: one turn from what it sees at evaluation; recall: question, a memory, and the
-    answer from that alone; history: a conversation so far, and the answer from that. Every known fact enters a memory with
-    probability `keep`. In the last two a share `guess` trains unknown values too, so that P of a missing fact is low.
+
+def act(question: dict, k: int, known) -> list:
+    """Thought and action after k searches."""
+    if k < len(question["steps"]):
+        entity = question["steps"][k][1]
+        return [("policy", f"<think>Next {entity}.</think><search>{entity}</search>", True)]
+    return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
+
+
+def result(question: dict, k: int) -> list:
+    return [("result", Retriever(question["documents"]).search(question["steps"][k][1], 1), False)]
+
+
+def conversation(question: dict, searches: int, kept) -> list:
+    """The script's turns until so many searches have their result, or, with one more, until the answer."""
+    pieces, steps = [], question["steps"]
+    for k in range(searches):
+        pieces += (write(kept(steps[:k])) if k else []) + act(question, k, steps[:k]) + (result(question, k) if k < len(steps) else [])
+    return pieces
+
+
+def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float) -> list:
+    """One scripted episode of a fresh training question, or a part of one; a known fact enters a memory with probability `keep`.
+
+    full: the whole conversation; compressed: one turn from what it sees at evaluation; recall: the answer from a memory
+    alone; history: the answer from a conversation so far. In the last two, which are what the teacher scores, a share
+    `guess` of the rows trains unknown facts too, so that P of a missing fact is low.
     """
     question = next(q for q in iter(lambda: world_question(rng), None) if split_of(q) == "train")
-    retriever, steps = Retriever(question["documents"]), question["steps"]
+    steps = question["steps"]
     kept = lambda facts: [s for s in facts if rng.random() < keep]
-    result = lambda k: retriever.search(steps[k][1], 1)
-
-    def act(k):                                                # think and act, as the script does when k facts are known
-        if k < len(steps):
-            return [("policy", f"<think>Next {steps[k][1]}.</think><search>{steps[k][1]}</search>", True)]
-        return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
-
-    out, k = [("question", question["question"], False)], rng.randint(1, len(steps))
+    opening, k = [("question", question["question"], False)], rng.randint(1, len(steps))       # k searches done
+    if kind == "full":
+        return opening + conversation(question, len(steps) + 1, kept)
     if kind == "compressed":
         before = kept(steps[:k - 1])
-        if k > 1:
-            out += [("policy", f"<mem>{recall(before)}</mem>", False)]
+        last = (write(before) if k > 1 else []) + act(question, k - 1, [])
         known = before + [steps[k - 1]]
-        out += [*untrained(act(k - 1)), ("result", result(k - 1), False), ("policy", "<mem>", False)]
-        return out + [("policy", f"{recall(kept(known))}</mem>", True), *act(k)]
-    if kind == "recall":
-        known = kept(steps[:k])
-        out += [("policy", f"<mem>{recall(known)}</mem>", False)]
-    else:
-        known, last = steps[:k], len(steps) if kind == "full" else k - 1
-        for j in range(last + 1):
-            known = steps[:j]
-            if j:
-                out += [("policy", "<mem>", False), ("policy", f"{recall(kept(known))}</mem>", True)]
-            out += act(j) + ([("result", result(j), False)] if j < len(steps) else [])
-        if kind == "full":
-            return out
-        out, known = untrained(out), steps[:k]
-    return out + [("policy", "\n<think>\n...\n</think>\n<answer>\n", True), *answer_pieces(question, known, rng.random() < guess),
-                  ("policy", "\n</answer>", True)]
+        return opening + untrained(last) + result(question, k - 1) + write(kept(known)) + act(question, k, known)
+    known = kept(steps[:k]) if kind == "recall" else steps[:k]
+    context = write(known) if kind == "recall" else conversation(question, k, kept)
+    return opening + untrained(context) + [
+        ("policy", "\n<think>\n...\n</think>\n<answer>\n", True), *answer_pieces(question, known, rng.random() < guess), ("policy", "\n</answer>", True)]
 
 
 def untrained(pieces: list) -> list:
@@ -197,11 +208,12 @@ def untrained(pieces: list) -> list:
 
 
 def world_demonstrations(seed: int, keep: float, steps: int):
-    """Batches of demonstrations, one a step, the kinds in turn; guessing is trained in the second half only."""
+    """Batches of demonstrations, one a step. For the first six tenths memories are whole, to learn reading and copying; then they lapse."""
     rng = random.Random(f"{seed} demonstrations")
-    mix = (["full"] * 16, ["compressed"] * 32, ["recall"] * 16 + ["history"] * 8)
+    mix = (["full"] * 10, ["full"] * 10, ["compressed"] * 10 + ["recall"] * 8 + ["history"] * 4)
     for step in range(steps):
-        yield [world_demonstration(rng, kind, keep, 0.3 if 2 * step > steps else 0.0) for kind in mix[step % 3]]
+        lapse = step >= 0.6 * steps
+        yield [world_demonstration(rng, kind, keep if lapse else 1.0, 0.3 if lapse else 0.0) for kind in mix[step % 3]]
 
 
 # ---- files ----

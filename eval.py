@@ -1,6 +1,7 @@
 """Evaluate a policy by the papers' protocol: greedy episodes under compressed or full history, one table.
 
     python eval.py runs/mempo                   # the final table of a training run, again, from its saved folder
+    python eval.py runs/mempo runs/grpo         # several runs side by side
 
 Compressed: the history is thrown away each turn and only AgentMemory's window is left. EM: every part of the answer right.
 tokens: prompt and sampled tokens of an episode, summed over its turns; peak: the longest prompt.
@@ -90,16 +91,31 @@ def show(tokenizer, t) -> str:
     return out + ("\033[0m" if codes["dim"] else "") + f"\n[{t.stop_reason}; gold: {t.question['answers'][0]}]"
 
 
+def compare(folders: list[Path]) -> None:
+    """One line a run, from its result.json: what was trained, and the compressed and full EM at the end."""
+    print(f"{'run':<22}{'memory weight':>14}{'gate':>6}{'seed':>6}" + "".join(f"{title:>17}" for title in ("EM compressed", "at T=1", "EM full", "memory reward", "seconds")))
+    for folder in folders:
+        o, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
+        final, last = result["final"], [json.loads(line)["memory_reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-5:]
+        cells = [f"{final[column]:.3f}" for column in ("em_compressed", "em_t1_compressed", "em_full")] + [f"{mean(last):+.3f}", f"{result['seconds']:.0f}"]
+        print(f"{folder.name:<22}{o['memory_weight']:>14}{o['gate']:>6}{o['seed']:>6}" + "".join(f"{cell:>17}" for cell in cells))
+
+
 def main(argv: list[str]) -> None:
-    """The final table of a run's folder."""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ValueError("usage: python eval.py RUN, a folder that train.py made")
-    folder = Path(argv[0])
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} is not a run's folder: it has no config.json")
+    """The final table of one run's folder, evaluated again; of several, their results side by side."""
+    folders = [Path(name) for name in argv]
+    if not folders or argv[0].startswith("-"):
+        raise ValueError("usage: python eval.py RUN [RUN ...], folders that train.py made")
+    for folder in folders:
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} is not a run's folder: it has no config.json")
+    if len(folders) > 1:
+        return compare(folders)
+    folder, result = folders[0], {}
     o = Namespace(**json.loads((folder / "config.json").read_text()))
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
-    result = {}
+    if not data.eval:
+        raise ValueError(f"{folder} holds no questions out; train with --eval-questions to have a table")
     for name, weights in (("cold_start", "cold_start"), ("final", "model")):
         if (folder / weights).exists():
             policy, tokenizer = load_policy(str(folder / weights), o.dtype, o.device)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -19,6 +20,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 PLAIN_CHAT_TEMPLATE = (  # for models that bring none
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"  # renamed there
 HUB_OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB"}
 SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
 LOGIT_SLICE = 2 ** 26  # logits held at once by `logprobs`, in elements: 256 MB in float32
@@ -253,8 +255,8 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
         if not options:
             options["use_safetensors"] = True
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
-    except (OSError, ImportError) as error:
+        model = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, **options)
+    except (OSError, ImportError, ValueError) as error:
         raise ValueError(f"cannot load {source} (from --model {name}): not found as a folder, in the local Hugging Face cache or "
                          f"on the hub; download it where there is a network (`hf download {source}`) and pass its folder "
                          f"({str(error).splitlines()[0]})") from error

@@ -195,7 +195,7 @@ def test_slices_of_the_output_layer_change_nothing(monkeypatch):
         results.append([logp.detach()] + [p.grad for p in model.parameters()])
     for other in results[1:]:
         for a, b in zip(results[0], other):
-            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
 class TwoTokens(Policy):
