@@ -72,7 +72,7 @@ def world_question(rng: random.Random, shape=None) -> dict:
     taken, steps, parts, answers, documents = set(), [], [], [], []
     for part, path in enumerate(draw_paths(rng, shape or rng.choice(SHAPES))):
         entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
-        parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
+        parts.append(" of ".join([*reversed(path), entity]))
         for relation in path:
             value = draw_name(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
@@ -120,9 +120,9 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
     words += ("the The of has is Find Next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
     tags = [f"<{slash}{tag}>" for tag in ("mem", "think", "search", "access", "answer", "information") for slash in ("", "/")]
-    vocabulary = dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *tags, *".,;:[]&'\"", "'s", *map(str, range(10)), "lt", "gt", *words])
+    vocabulary = dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *tags, *".,;:[]&'\"", *map(str, range(10)), "lt", "gt", *words])
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|'s\b|\w+|[^\w\s]"), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|\w+|[^\w\s]"), behavior="removed", invert=True)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                    additional_special_tokens=["<|im_start|>"], chat_template=WORLD_TEMPLATE,
                                    clean_up_tokenization_spaces=False)
@@ -162,8 +162,8 @@ def write(facts) -> list:
 def act(question: dict, k: int, known) -> list:
     """Thought and action after k searches."""
     if k < len(question["steps"]):
-        entity = question["steps"][k][1]
-        return [("policy", f"<think>Next {entity}.</think><search>{entity}</search>", True)]
+        _, entity, relation, _ = question["steps"][k]
+        return [("policy", f"<think>Next {relation} of {entity}.</think><search>{entity}</search>", True)]
     return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
 
 
@@ -199,8 +199,8 @@ def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float
         return opening + untrained(last) + result(question, k - 1) + write(kept(known)) + act(question, k, known)
     known = kept(steps[:k]) if kind == "recall" else steps[:k]
     context = write(known) if kind == "recall" else conversation(question, k, kept)
-    return opening + untrained(context) + [
-        ("policy", "\n<think>\n...\n</think>\n<answer>\n", True), *answer_pieces(question, known, rng.random() < guess), ("policy", "\n</answer>", True)]
+    scaffold = [("policy", "\n<think>\n...\n</think>\n<answer>\n", False)]   # the teacher's, never the policy's own words
+    return opening + untrained(context) + scaffold + answer_pieces(question, known, rng.random() < guess)
 
 
 def untrained(pieces: list) -> list:
@@ -210,7 +210,7 @@ def untrained(pieces: list) -> list:
 def world_demonstrations(seed: int, keep: float, steps: int):
     """Batches of demonstrations, one a step. For the first six tenths memories are whole, to learn reading and copying; then they lapse."""
     rng = random.Random(f"{seed} demonstrations")
-    mix = (["full"] * 10, ["full"] * 10, ["compressed"] * 10 + ["recall"] * 8 + ["history"] * 4)
+    mix = (["full"] * 10, ["full"] * 10, ["compressed"] * 12 + ["recall"] * 8 + ["history"] * 4)
     for step in range(steps):
         lapse = step >= 0.6 * steps
         yield [world_demonstration(rng, kind, keep if lapse else 1.0, 0.3 if lapse else 0.0) for kind in mix[step % 3]]

@@ -130,3 +130,6 @@ if __name__ == "__main__":
     except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
         print(f"eval.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\neval.py: stopped; what was written until now stays", file=sys.stderr)
+        sys.exit(130)

@@ -262,6 +262,7 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
                          f"({str(error).splitlines()[0]})") from error
     if options.get("gguf_file"):                               # saved again it is an ordinary float model
         model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer = None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return Policy(model.to(device)), tokenizer

@@ -33,7 +33,7 @@ from reward import compute_score, em_check, extract_solution, validate_format
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "steps": (60, 200), "lr": (3e-4, 1e-6), "cold_start_steps": (800, 0)}
+            "top_k": (1, 5), "steps": (40, 200), "lr": (3e-4, 1e-6), "cold_start_steps": (1000, 0)}
 
 
 def option(default, help: str, **metadata):
@@ -96,7 +96,7 @@ class OptimizerOptions:
     max_grad_norm: float = option(1.0, "gradient norm clip")
     token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
-    cold_start_lr: float = option(3e-3, "learning rate of the cold start, falling linearly")
+    cold_start_lr: float = option(4e-3, "learning rate of the cold start, falling linearly")
     keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
 
 
@@ -105,7 +105,7 @@ GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOpti
 
 def parse_options(argv: list[str]) -> Namespace:
     """The command line as one namespace, with the defaults of the embedded world or of a real run filled in."""
-    parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, description=__doc__.split("\n")[0])
+    parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, usage="python train.py [option ...]", description=__doc__.split("\n")[0])
     *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")
@@ -121,6 +121,8 @@ def parse_options(argv: list[str]) -> Namespace:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
     if o.data and not o.model:
         parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
+    if o.data and o.cold_start_steps:
+        parser.error("--cold-start-steps has scripted demonstrations for the embedded world only; leave it out with --data")
     return o
 
 
@@ -266,8 +268,8 @@ def main(argv: list[str]) -> None:
     if (out / "config.json").exists():
         raise ValueError(f"the run folder {out} exists already; give another --out or remove it")
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
-    out.mkdir(parents=True, exist_ok=True)
     policy, tokenizer = load_policy(o.model or world_policy(out / "init", o.seed), o.dtype, o.device)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(o), indent=1) + "\n")
     print(f"gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters on {policy.device}, seed {o.seed}")
     torch.manual_seed(o.seed)
@@ -300,3 +302,6 @@ if __name__ == "__main__":
     except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ntrain.py: stopped; what was written until now stays", file=sys.stderr)
+        sys.exit(130)
