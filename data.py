@@ -72,7 +72,7 @@ def world_question(rng: random.Random, shape=None) -> dict:
     taken, steps, parts, answers, documents = set(), [], [], [], []
     for part, path in enumerate(draw_paths(rng, shape or rng.choice(SHAPES))):
         entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
-        parts.append(" of ".join([*reversed(path), entity]))
+        parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
             value = draw_name(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
@@ -117,12 +117,12 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
     """Word level: one token a word, a tag or a punctuation mark; the same interface as any BPE tokenizer."""
     words = sorted({w for lists in KIND.values() for words in lists for w in words} | set(RELATION)
                    | {w for remark, words in REMARK.values() for w in (remark, *words)})
-    words += ("the The of has is Find Next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
+    words += ("the The of has is Find First next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
     tags = [f"<{slash}{tag}>" for tag in ("mem", "think", "search", "access", "answer", "information") for slash in ("", "/")]
-    vocabulary = dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *tags, *".,;:[]&'\"", *map(str, range(10)), "lt", "gt", *words])
+    vocabulary = dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *tags, *".,;:[]&'\"", "'s", *map(str, range(10)), "lt", "gt", *words])
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|\w+|[^\w\s]"), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|'s\b|\w+|[^\w\s]"), behavior="removed", invert=True)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                    additional_special_tokens=["<|im_start|>"], chat_template=WORLD_TEMPLATE,
                                    clean_up_tokenization_spaces=False)
@@ -131,7 +131,7 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
 def world_policy(folder, seed: int) -> str:
     """Write the tiny policy, a Qwen2 of 0.35 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
     tokenizer = world_tokenizer()
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
                          intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True)
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -162,8 +162,8 @@ def write(facts) -> list:
 def act(question: dict, k: int, known) -> list:
     """Thought and action after k searches."""
     if k < len(question["steps"]):
-        _, entity, relation, _ = question["steps"][k]
-        return [("policy", f"<think>Next {relation} of {entity}.</think><search>{entity}</search>", True)]
+        entity, last = question["steps"][k][1], f"{question['steps'][k - 1][1]}, next" if k else "First"
+        return [("policy", f"<think>{last} {entity}.</think><search>{entity}</search>", True)]
     return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
 
 

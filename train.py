@@ -96,7 +96,7 @@ class OptimizerOptions:
     max_grad_norm: float = option(1.0, "gradient norm clip")
     token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
-    cold_start_lr: float = option(4e-3, "learning rate of the cold start, falling linearly")
+    cold_start_lr: float = option(3e-3, "learning rate of the cold start, falling linearly")
     keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
 
 

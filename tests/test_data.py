@@ -61,7 +61,7 @@ def test_question_shapes_cover_two_to_four_facts_and_chains():
     chains = [q for q in world_questions(300, 0, "train") if len(q["steps"]) > len(q["answers"][0].split("; "))]
     q = chains[0]
     (_, first, r1, value), (_, second, r2, _) = next((a, b) for a, b in zip(q["steps"], q["steps"][1:]) if a[0] == b[0])
-    assert value.split()[0] == second and f"{r2} of {r1} of {first}" in q["question"] and RELATION[r1][1] == RELATION[r2][0]
+    assert value.split()[0] == second and f"{first}'s {r1}'s {r2}" in q["question"] and RELATION[r1][1] == RELATION[r2][0]
 
 
 def test_tiny_tokenizer_knows_every_word_of_the_world():
@@ -78,8 +78,8 @@ def test_tiny_tokenizer_knows_every_word_of_the_world():
 def test_a_sentence_is_one_token_a_word_and_reads_back():
     """Keeps out a tokenizer that glues tags or marks to words."""
     tokenizer = world_tokenizer()
-    assert tokenizer.tokenize("<mem>birthplace Velden Bay.</mem><think>Next Mira.") == \
-        ["<mem>", "birthplace", "Velden", "Bay", ".", "</mem>", "<think>", "Next", "Mira", "."]
+    assert tokenizer.tokenize("<mem>birthplace Velden Bay.</mem><think>Mira's") == \
+        ["<mem>", "birthplace", "Velden", "Bay", ".", "</mem>", "<think>", "Mira", "'s"]
     assert tokenizer.decode(tokenizer.encode("<mem>river Wye Run.</mem>")) == "<mem> river Wye Run . </mem>"
 
 
