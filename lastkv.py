@@ -1,0 +1,529 @@
+"""LastKV: a policy that is recurrent in fixed chunks, so that its parallel replay is the function its sampler executed.
+
+A query at position t in chunk c = t // C, layer l, head h reads a key at s ≤ t (and its value, likewise) as
+
+    s // C == c        K^l                                     the layer's own
+    s // C == c − 1    (1 − α[l,h])·K^l + α[l,h]·K^L           blended with the last layer's
+    s // C <  c − 1    K^L                                     the last layer's only
+
+Replay runs the chunks in order and each chunk in parallel. Decode feeds any number of tokens a row and keeps K^l, V^l for two
+chunks only. The rules it is compared with follow: the ordinary transformer, and feedback at every token. C ≥ T is the former.
+Letters: B rows, R sequences, n rows at work, T positions, S tokens at once, C chunk size, c chunk, K keys, V vocabulary, E width,
+L layers, H key/value heads, G query heads a key/value head, D head width. Left out: sliding windows, length-dependent RoPE.
+
+    python lastkv.py                                           # the comparison on a small random model: CPU, under one minute
+    python lastkv.py --model Qwen2.5-0.5B                      # the same, shorter, on that model
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+
+from policy import Policy, SlotCache, load_policy
+
+FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
+
+
+# ---- attention and layout ----
+
+def attend(q, k, v, mask, scale: float):
+    """[n,G·H,S,D] queries on [n,H,K,D] keys and values -> [n,S,G·H·D]. The G query heads of a key head are stacked as G·S
+    queries of that one head, so keys are never repeated; mask: additive, [G·S,K] or [n,1,G·S,K]. None: causal, K = S."""
+    n, heads, S, D = q.shape
+    if mask is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(q.reshape(n, k.shape[1], -1, D), k, v, attn_mask=mask, scale=scale)
+    return out.reshape(n, heads, S, D).transpose(1, 2).flatten(2)
+
+
+def unpack(input_ids, attention_mask=None, document_ids=None):
+    """[B,T] -> the documents as sequences of their own, longest first: ids [R,T'], lengths [R], and where each of the N real
+    tokens went (real [B,T], row [N], position [N]). Positions count a document's real tokens, so padding moves no boundary."""
+    for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+        if given is not None and given.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {list(given.shape)}; give it the shape of input_ids, {list(input_ids.shape)}")
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    first = real & ~F.pad(real, (1, 0))[:, :-1]                # [B,T] a sequence starts here
+    if bool((first.sum(1) > 1).any()) or not bool(first.any()):
+        raise ValueError("attention_mask has a hole in the middle of a row or no real token at all; pad a row at one end only")
+    if document_ids is not None:
+        first[:, 1:] |= real[:, 1:] & (document_ids[:, 1:] != document_ids[:, :-1])
+    t = torch.arange(input_ids.shape[1], device=input_ids.device)
+    position = (t - torch.where(first, t, 0).cummax(1).values)[real]
+    sequence = (first.flatten().cumsum(0) - 1).view_as(first)[real]
+    lengths, order = sequence.bincount().sort(descending=True, stable=True)
+    row = order.argsort()[sequence]
+    ids = input_ids.new_zeros(len(lengths), int(lengths[0])).index_put((row, position), input_ids[real])
+    return ids, lengths, real, row, position
+
+
+class ChunkCache:
+    """Keys and values of B rows: every layer's own for the current and the previous chunk, and the last layer's for all older ones.
+
+    A row whose newest token lies in chunk c has old = (c − 1)·C older tokens (0 in the first two chunks). Position p < old lies in
+    slot p of the store, last layer only; position p ≥ old lies in slot p − old of every layer's `near`. So what a slot holds follows
+    from the row's length, never from the order of writing. Behind the store lie 2C slots of scratch, where a layer's near part is
+    put so that the attention reads one contiguous tensor. Memory grows with use, up to `max_length` tokens a row.
+    """
+
+    def __init__(self, policy: "LastKV", batch_size: int, max_length: int):
+        self.C, self.G, self.max_length = policy.C, policy.G, max_length
+        self.length = torch.zeros(batch_size, dtype=torch.long)                      # [B] tokens fed so far, on the CPU
+        like = {"dtype": policy.model.dtype, "device": policy.device}
+        self.near = torch.zeros(2, policy.L, batch_size, policy.H, 0, policy.D, **like)  # K or V, layer, row, head, slot, width
+        self.store = torch.zeros(2, 1, batch_size, policy.H, 0, policy.D, **like)
+
+    def bytes(self) -> int:
+        return self.near.nbytes + self.store.nbytes
+
+    def open(self, start: int, take: torch.Tensor, alpha: torch.Tensor) -> None:
+        """Rows start … start + n − 1 are about to receive take [n] tokens each, none across a boundary: commit, make room."""
+        C, rows = self.C, slice(start, start + len(take))
+        begin, end = self.length[rows], self.length[rows] + take                      # [n]
+        self.old = ((end - 1) // C - 1).clamp(min=0) * C                              # [n]
+        M, W = int(self.old.max()), int((end - self.old).max())                       # store and near slots in use
+        if W > (size := self.near.shape[4]):
+            self.near = F.pad(self.near, (0, 0, 0, min(max(W, 64, 3 * size // 2), 2 * C, self.max_length) - size))
+        if M and M + 2 * C > self.store.shape[4]:
+            self.store = F.pad(self.store, (0, 0, 0, M + 2 * C - self.store.shape[4]))
+        complete = torch.where((take > 0) & (begin % C == 0), begin // C, 0)          # [n] chunks, where one has just been filled
+        for c in set(complete.tolist()) - {0}:
+            self.commit((start + (complete == c).nonzero()[:, 0]).to(self.near.device), c - 1, alpha)
+        self.M, self.W, self.own = M, W, self.near[:, :, rows, :, :W]
+        self.scratch, self.whole = self.store[:, 0, rows, :, M:M + W], self.store[:, 0, rows, :, :M + W]
+
+    def commit(self, b: torch.Tensor, c: int, alpha: torch.Tensor) -> None:
+        """Rows b have filled chunk c: it becomes the previous one, (1 − α)·K^l + α·K^L, and of chunk c − 1 only K^L stays."""
+        C = self.C
+        if c:
+            self.store[:, 0, b, :, (c - 1) * C:c * C] = self.near[:, -1, b, :, :C]
+        own = self.near[:, :, b, :, min(c, 1) * C:min(c, 1) * C + C]                  # [2,L,b,H,C,D]
+        self.near[:, :, b, :, :C] = torch.lerp(own, own[:, -1:], alpha)
+
+    def mask(self, position: torch.Tensor) -> torch.Tensor:
+        """What the queries at position [n,S] of the open rows see: additive [n,1,G·S,M+W]; one for all rows if they stand alike."""
+        if bool((position == position[0]).all() & (self.old == self.old[0]).all()):
+            position = position[:1]
+        old, t = self.old[:len(position), None, None], position[:, :, None]           # [n,1,1], [n,S,1]
+        slot = torch.arange(self.M + self.W)
+        sees = torch.where(slot < self.M, slot < old, old + slot - self.M <= t)       # [n,S,M+W]
+        mask = torch.zeros(sees.shape, dtype=self.near.dtype).masked_fill_(~sees, -torch.inf).to(self.near.device)
+        return mask.repeat(1, self.G, 1)[:, None]
+
+    def read(self, l: int) -> torch.Tensor:
+        """[2,n,H,M+W,D]: keys and values that layer l sees in the open rows."""
+        if not self.M:
+            return self.own[:, l]
+        self.scratch.copy_(self.own[:, l])
+        return self.whole
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        pair, swapped = [a, b], [b, a]
+        self.length[pair] = self.length[swapped]
+        for tensor in (self.near, self.store):
+            tensor[:, :, pair] = tensor[:, :, swapped]
+
+    def copy_rows(self, source: "ChunkCache", rows: list[int]) -> None:
+        """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""
+        self.length, self.near, self.store = source.length[rows], source.near[:, :, rows], source.store[:, :, rows]
+
+
+# ---- LastKV ----
+
+class LastKV(Policy):
+    """The chunk recurrence around a Qwen2 or Llama causal LM, with that model's own weights.
+
+    alpha: [L,H] fixed values, or None: learned as a sigmoid and started at 0.5. C counts tokens fed, from 0, in every sequence.
+    """
+
+    def __init__(self, model, chunk_size: int = 512, alpha=None):
+        modules = [module for family, module in FAMILIES.items() if isinstance(model, family)]
+        if not modules:
+            raise ValueError(f"LastKV cannot wrap a {type(model).__name__}; pass a Qwen2ForCausalLM or a LlamaForCausalLM")
+        if chunk_size < 1 or int(chunk_size) != chunk_size:
+            raise ValueError(f"chunk_size is {chunk_size}; give a whole number of tokens, at least 1")
+        super().__init__(model)
+        attention, config, self.C = model.model.layers[0].self_attn, model.config, int(chunk_size)
+        if getattr(config, "use_sliding_window", False) and config.max_window_layers < config.num_hidden_layers:
+            raise ValueError("LastKV reads all history but this model has sliding windows; set use_sliding_window=False in its config")
+        if model.model.rotary_emb.rope_type in ("dynamic", "longrope"):
+            raise ValueError("this model's RoPE changes with the length, so decode would not equal replay; set another rope_type")
+        self.L, self.D, self.G = config.num_hidden_layers, attention.head_dim, attention.num_key_value_groups
+        self.H, self.rotate = config.num_attention_heads // self.G, modules[0].apply_rotary_pos_emb
+        self.alpha_logit = self.fixed_alpha = None
+        if alpha is None:
+            self.alpha_logit = torch.nn.Parameter(torch.zeros(self.L, self.H, device=model.device))
+        else:
+            self.fixed_alpha = torch.as_tensor(alpha)
+            if self.fixed_alpha.shape != (self.L, self.H):
+                raise ValueError(f"alpha has shape {list(self.fixed_alpha.shape)}; give a number for each of {self.L} layers and {self.H} "
+                                 f"key/value heads, [{self.L}, {self.H}]")
+            if not bool(((self.fixed_alpha >= 0) & (self.fixed_alpha <= 1)).all()):
+                raise ValueError("alpha has values outside [0, 1]; give each layer and key/value head a number between 0 and 1")
+
+    @property
+    def alpha(self) -> torch.Tensor:
+        """[L,H] how much of the previous chunk is read through the last layer."""
+        return self.fixed_alpha if self.alpha_logit is None else self.alpha_logit.sigmoid()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return super().parameters() + ([] if self.alpha_logit is None else [self.alpha_logit])
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds besides the model's weights, under its name."""
+        return {"alpha": self.fixed_alpha} if self.alpha_logit is None else {"alpha_logit": self.alpha_logit.data}
+
+    def save(self, folder) -> None:
+        """Write α and C to folder/lastkv.safetensors, beside the model's own weights (model.save_pretrained)."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.saved().items()}
+        save_file(tensors, Path(folder) / "lastkv.safetensors", {"chunk_size": str(self.C)})
+
+    def load(self, folder) -> None:
+        """Read what `save` wrote, in place: an optimizer that holds α goes on with it."""
+        path, (name, tensor) = Path(folder) / "lastkv.safetensors", *self.saved().items()
+        if not path.exists():
+            raise ValueError(f"there is no {path}; save LastKV's alpha there first, or go on without loading it")
+        with safe_open(path, "pt") as file:
+            found = {n: file.get_tensor(n) for n in file.keys()} | {"chunk_size": int(file.metadata()["chunk_size"])}
+        if found["chunk_size"] != self.C or name not in found or found[name].shape != tensor.shape:
+            raise ValueError(f"{path} holds {list(found)} for chunk_size {found['chunk_size']}, and this policy needs {name} of shape "
+                             f"{list(tensor.shape)} for {self.C}; build LastKV as the one that was saved")
+        tensor.data.copy_(found[name])
+
+    def layers(self, x, position, mask, read):
+        """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v) puts layer l's history in front of its new
+        keys and values [n,H,S,D]: in `read` alone replay and decode differ."""
+        body = self.model.model
+        rope = body.rotary_emb(x, position)
+        for l, layer in enumerate(body.layers):
+            a, y = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (f(y).unflatten(-1, (-1, self.D)).transpose(1, 2) for f in (a.q_proj, a.k_proj, a.v_proj))
+            q, k = self.rotate(q, k, *rope)
+            x = x + a.o_proj(attend(q, *read(l, k, v), mask, a.scaling))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return body.norm(x)
+
+    def gates(self) -> torch.Tensor:
+        """α as [L,H,1,1], in the model's own type and place."""
+        return self.alpha.to(self.device, self.model.dtype)[:, :, None, None]
+
+    def hidden(self, input_ids, attention_mask=None, document_ids=None, detach_history=False, keep_chunks=None) -> torch.Tensor:
+        """[B,T] -> last hidden states [B,T,E] (0 at padding): ⌈T/C⌉ chunks in order, each in parallel, gradients through all of them.
+
+        document_ids: a change of id starts a document of its own. Two approximations keep the values and lose gradient:
+        detach_history=True: a loss sends none through the keys and values of earlier chunks. keep_chunks=j: the graph is cut
+        at every j-th boundary, so a loss reaches its own chunk and those since the last cut, at most j; 1 is detach_history.
+        """
+        if keep_chunks is not None and keep_chunks < 1:
+            raise ValueError(f"keep_chunks is {keep_chunks}; give at least 1, the chunk itself, or None for the whole recurrence")
+        j = 1 if detach_history else keep_chunks
+        ids, lengths, real, row, position = unpack(input_ids, attention_mask, document_ids)
+        embed, alpha, C = self.model.get_input_embeddings(), self.gates(), self.C
+        R, T = ids.shape
+        blocks, older, own = [], [], []                        # older: K^L, V^L of chunks < c − 1; own: K^l, V^l of chunk c − 1
+        for c, start in enumerate(range(0, T, C)):
+            x = embed(ids[:(lengths > start).sum(), start:start + C])                 # [n,S,E] sequences that reach this chunk
+            (n, S, _), at = x.shape, torch.arange(start, min(start + C, T), device=ids.device)
+            cut = bool(j) and c % j == 0
+            older, before = ([(t.detach() if cut else t)[:, :n] for t in history] for history in (older, own))
+            mask = torch.full((S, start + S), -torch.inf, dtype=x.dtype, device=x.device).triu(start + 1).repeat(self.G, 1) if c else None
+            own = []
+
+            def read(l, k, v):
+                own.append(torch.stack((k, v)))                                       # [2,n,H,S,D]
+                return torch.cat((*older, torch.lerp(before[l], before[-1], alpha[l]), own[l]), 3) if c else own[l]
+
+            blocks.append(F.pad(self.layers(x, at[None], mask, read), (0, 0, 0, 0, 0, R - n)))    # [R,S,E]
+            older += before[-1:]
+        states = torch.cat(blocks, 1)                                                 # [R,T',E]
+        out = states.new_zeros(*input_ids.shape, states.shape[2])
+        out[real] = states[row, position]
+        return out
+
+    def replay(self, input_ids, attention_mask=None, document_ids=None, detach_history=False, keep_chunks=None) -> torch.Tensor:
+        """[B,T] -> logits [B,T,V]; right- or left-padded, packed by document_ids; the options of `hidden`."""
+        return self.head(self.hidden(input_ids, attention_mask, document_ids, detach_history, keep_chunks))
+
+    def new_cache(self, batch_size: int, max_length: int) -> ChunkCache:
+        return ChunkCache(self, batch_size, max_length)
+
+    def _step(self, input_ids, lengths, cache, start):
+        """`step` on rows start … start + n − 1, in pieces: each brings every row up to its next chunk boundary at most."""
+        n, fed, rows = len(lengths), torch.zeros_like(lengths), slice(start, start + len(lengths))
+        if int((cache.length[rows] + lengths).max()) > cache.max_length:
+            raise ValueError(f"the cache holds {cache.max_length} tokens a row and {int((cache.length[rows] + lengths).max())} were fed; "
+                             "ask new_cache for a larger max_length")
+        input_ids, embed, alpha, last = input_ids.to(self.device), self.model.get_input_embeddings(), self.gates()[:, None], 0
+        while bool((fed < lengths).any()):
+            past = cache.length[rows]
+            take = torch.minimum(lengths - fed, self.C - past % self.C)               # [n] tokens of this piece
+            cache.open(start, take, alpha)
+            column = torch.arange(int(take.max()))                                    # [S]
+            position, fresh = past[:, None] + column, not bool(past.any())            # [n,S]
+            mask = None if fresh else cache.mask(position)
+            b, s = (column < take[:, None]).nonzero(as_tuple=True)                    # the real tokens
+            row, slot, b, s, piece, at, end = (i.to(self.device) for i in (
+                start + b, position[b, s] - cache.old[b], b, s, (fed[:, None] + column).clamp(max=input_ids.shape[1] - 1), position, take))
+
+            def read(l, k, v):
+                for near, new in zip(cache.near[:, l], (k, v)):
+                    near[row, :, slot] = new[b, :, s]
+                return (k, v) if fresh else cache.read(l)
+
+            x = self.layers(embed(input_ids.gather(1, piece)), at, mask, read)        # [n,S,E]
+            newest = x[torch.arange(n, device=self.device), (end - 1).clamp(min=0)]   # [n,E]
+            last = torch.where(end[:, None] > 0, newest, last)
+            cache.length[rows] += take
+            fed += take
+        return self.head(last)                                                        # [n,V]
+
+    def definition(self, input_ids) -> torch.Tensor:
+        """[B,T] -> hidden [B,T,E] read off the definition, position after position with the graph kept: slow, to hold the others to."""
+        B, T = input_ids.shape
+        embed, alpha, states = self.model.get_input_embeddings(), self.gates(), []
+        own = [torch.zeros(2, B, self.H, 0, self.D, dtype=self.model.dtype, device=self.device)] * self.L     # K^l, V^l of all positions
+        for t in range(T):
+            at = torch.arange(t + 1, device=self.device)[:, None]                     # [t+1,1] s
+
+            def read(l, k, v):
+                own[l] = torch.cat((own[l], torch.stack((k, v))), 3)                  # [2,B,H,t+1,D]
+                top = F.pad(own[-1], (0, 0, 0, t + 1 - own[-1].shape[3]))             # K^L at t is not there yet, and not read
+                older = torch.where(at // self.C == t // self.C - 1, torch.lerp(own[l], top, alpha[l]), top)
+                return torch.where(at // self.C == t // self.C, own[l], older)
+
+            mask = torch.zeros(1, t + 1, dtype=self.model.dtype, device=self.device)
+            states.append(self.layers(embed(input_ids[:, t:t + 1]), at[None, t], mask, read))
+        return torch.cat(states, 1)
+
+
+# ---- the rules it is compared with ----
+
+def toy(x: torch.Tensor, rho: float, rounds: int | None = None) -> torch.Tensor:
+    """h_t = x_t + ρ·h_{t−1} on x [T]: serially, or in `rounds` parallel Jacobi rounds h^k_t = x_t + ρ·h^{k−1}_{t−1} from h^0 = x."""
+    if rounds is None:
+        h = [x[0]]
+        for t in range(1, len(x)):
+            h.append(x[t] + rho * h[-1])
+        return torch.stack(h)
+    h = x
+    for _ in range(rounds):
+        h = x + rho * F.pad(h[:-1], (1, 0))
+    return h
+
+
+class FeedbackCache(SlotCache):
+    """The plain cache, and the last layer's state of every row's newest token: what its next token is fed back."""
+
+    def __init__(self, policy: "Feedback", batch_size: int, max_length: int):
+        super().__init__(batch_size, max_length)
+        self.state = torch.zeros(batch_size, policy.model.config.hidden_size, dtype=policy.model.dtype, device=policy.device)   # [B,E]
+
+    def swap(self, a: int, b: int) -> None:
+        super().swap(a, b)
+        self.state[[a, b]] = self.state[[b, a]]
+
+    def copy_rows(self, source: "FeedbackCache", rows: list[int]) -> None:
+        super().copy_rows(source, rows)
+        self.state = source.state[rows]
+
+
+class Feedback(Policy):
+    """Feedback at every token: the input of token t is x_t + W·h_{t−1}, h the last layer's normed state.
+
+    Rollout: a row's first fed chunk, the prompt, is one parallel pass without feedback; every later token is serial. Replay:
+    `rounds` Jacobi rounds over the whole sequence from h = 0, which is another function: its rounds carry feedback only so far,
+    and they feed the prompt back, too. W [E,E] is random with a fixed seed, `strength` times as loud as the embeddings.
+    """
+
+    def __init__(self, model, rounds: int = 1, strength: float = 0.5, seed: int = 0):
+        super().__init__(model)
+        self.rounds, embed, E = rounds, model.get_input_embeddings().weight, model.config.hidden_size
+        self.W = torch.nn.Linear(E, E, bias=False, dtype=embed.dtype)
+        scale = strength * embed.detach().float().std().item() / E ** 0.5
+        self.W.weight.data.normal_(0, scale, generator=torch.Generator().manual_seed(seed))
+        self.W.to(model.device)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return super().parameters() + [self.W.weight]
+
+    def hidden(self, input_ids, attention_mask=None, rounds: int | None = None, prompt=0) -> torch.Tensor:
+        """[B,T] -> last hidden states after `rounds` Jacobi rounds, [B,T,E]; prompt (a number or [B,1]): so many tokens get no feedback."""
+        x = self.model.get_input_embeddings()(input_ids)                              # [B,T,E]
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        position = (real.cumsum(1) - 1).clamp(min=0)
+        fed, h = ((position >= prompt) & (position > 0))[..., None], torch.zeros_like(x)  # [B,T,1]
+        for _ in range((self.rounds if rounds is None else rounds) + 1):              # the first pass has no feedback: h = 0
+            back = F.pad(self.W(h[:, :-1]), (0, 0, 1, 0)) * fed                       # W·h_{t−1}
+            h = self.model.base_model(inputs_embeds=x + back, attention_mask=attention_mask, position_ids=position,
+                                      use_cache=False).last_hidden_state
+        return h
+
+    def serial(self, input_ids, prompt: int) -> torch.Tensor:
+        """The exact hybrid replay, [B,T] -> [B,T,E]: the prompt's parallel pass, then every token after the one before it."""
+        x, cache, h = self.model.get_input_embeddings()(input_ids), DynamicCache(), []
+        for t in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, x.shape[1]))]:
+            back = self.W(h[-1][:, -1:]) if h else 0
+            h.append(self.model.base_model(inputs_embeds=x[:, t] + back, use_cache=True, **{self.cache_argument: cache}).last_hidden_state)
+        return torch.cat(h, 1)
+
+    def new_cache(self, batch_size: int, max_length: int) -> FeedbackCache:
+        return FeedbackCache(self, batch_size, max_length)
+
+    def _step(self, input_ids, lengths, cache, start):
+        rows, base, first = slice(start, start + len(lengths)), self.model.base_model, cache.length[start:start + len(lengths)] == 0
+        x = self.model.get_input_embeddings()(input_ids.to(self.device))              # [n,S,E]
+        prefill = bool(first.all())
+        for s in range(1 if prefill else int(lengths.max())):                         # a prompt at once, anything else token by token
+            take = lengths if prefill else (lengths > s).long()                       # [n]
+            cache.open(start, take, self.device)
+            back = self.W(cache.state[rows]) * ~first[:, None].to(self.device)        # [n,E]
+            now = x[:, :int(take.max())] if prefill else x[:, s:s + 1]
+            position = (cache.length[rows, None] + torch.arange(now.shape[1])).to(self.device)        # [n,S]
+            hidden = torch.arange(cache.K, device=self.device) > position[:, None, :, None]
+            mask = torch.zeros(hidden.shape, dtype=x.dtype, device=self.device).masked_fill_(hidden, torch.finfo(x.dtype).min)
+            h = base(inputs_embeds=now + back[:, None], attention_mask=mask, position_ids=position, use_cache=True,
+                     **{self.cache_argument: cache}).last_hidden_state                # [n,S,E]
+            cache.length[rows] += take
+            take = take.to(self.device)
+            newest = h[torch.arange(len(take), device=self.device), (take - 1).clamp(min=0)]
+            cache.state[rows] = torch.where(take[:, None] > 0, newest, cache.state[rows])
+        return self.head(cache.state[rows])
+
+
+# ---- the comparison ----
+
+@torch.no_grad()
+def sample(policy, prompt, steps: int, generator):
+    """Decode after prompt [B,P] -> ids [B,P+steps], log μ [B,steps,V] of the very distributions that were sampled."""
+    (B, P), ids, mu = prompt.shape, [prompt], []
+    cache = policy.new_cache(B, P + steps)
+    for _ in range(steps):
+        mu.append(torch.log_softmax(policy.step(ids[-1], [ids[-1].shape[1]] * B, cache).double(), -1))
+        ids.append(torch.multinomial(mu[-1].exp(), 1, generator=generator))
+    return torch.cat(ids, 1), torch.stack(mu, 1)
+
+
+def cache_bytes(policy, N: int) -> int:
+    """Measured: what the cache of one row holds after N tokens."""
+    cache = policy.new_cache(1, N)
+    policy.step(torch.zeros(1, N, dtype=torch.long), [N], cache)
+    if isinstance(cache, ChunkCache):
+        return cache.bytes()
+    return sum(t.nbytes for t in cache.keys + cache.values) + (cache.state.nbytes if isinstance(cache, FeedbackCache) else 0)
+
+
+def rules(model, C: int, P: int, steps: int):
+    """(name, policy that samples, replay, the serial execution that its gradient is held to, sequential stages of the replay)."""
+    plain, feedback, lastkv, whole = Policy(model), Feedback(model), LastKV(model, C), LastKV(model, P + steps)
+
+    def jacobi(K, prompt):
+        return lambda ids: feedback.hidden(ids, rounds=K, prompt=prompt)
+
+    def hybrid(ids):
+        return feedback.serial(ids, P)
+
+    def truncated(**option):
+        return lambda ids: lastkv.hidden(ids, **option)
+
+    chunks = -(-(P + steps) // C)
+    return [("ordinary transformer", plain, plain.hidden, whole.definition, 1),
+            *[(f"feedback, prompt too, K = {K}", feedback, jacobi(K, 0), hybrid, K + 1) for K in (1, 4, 16)],
+            *[(f"feedback, K = {K}", feedback, jacobi(K, P), hybrid, K + 1) for K in (1, 4, 16)],
+            ("feedback, exact hybrid", feedback, hybrid, jacobi(steps, P), steps + 1),
+            (f"LastKV, C = {C}", lastkv, lastkv.hidden, lastkv.definition, chunks),
+            ("LastKV, keep_chunks = 2", lastkv, truncated(keep_chunks=2), lastkv.definition, chunks),
+            ("LastKV, detach_history", lastkv, truncated(detach_history=True), lastkv.definition, chunks)]
+
+
+def gradient(value, weights) -> torch.Tensor:
+    """∇ of one number by all of `weights`, as one vector."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(value, weights, retain_graph=True)])
+
+
+def compare(model, C: int, steps: int, N: int) -> None:
+    """The table: every replay p against its own rollout μ, and its gradient against autograd through the serial execution. Then, at
+    one prefix, E_μ[R·∇log p] = E_μ[R]·E_μ[∇log p] + Cov_μ(R, ∇log p), where E_μ[f·∇log p] = ∇ Σ_a μ(a)·f(a)·log p(a) over all tokens."""
+    B, P, weights, V = 4, 3 * C // 2, list(model.model.layers[0].parameters()), model.config.vocab_size
+    generator = torch.Generator(model.device).manual_seed(0)
+    prompt, R = (f(*x, generator=generator, device=model.device) for f, x in ((torch.randint, (V, (B, P))), (torch.rand, (V,))))
+    runs, truth, identity = {}, {}, []
+    print(f"{B} rows of {P} prompt and {steps} sampled tokens; cache of one row at N = {N}; gradient: of layer 0, against autograd through "
+          "the\nserial execution; `prompt too`: the replay feeds the prompt back, which the sampler prefilled in parallel\n"
+          f"\n{'replay':30}{'mean KL':>10}{'max |log ratio|':>17}{'stages':>8}{'cache bytes':>13}{'gradient error':>16}")
+    for name, policy, replay, serial, stages in rules(model, C, P, steps):
+        if policy not in runs:
+            runs[policy] = *sample(policy, prompt, steps, generator), cache_bytes(policy, N)
+        ids, mu, held = runs[policy]                                                  # [B,T], [B,steps,V]
+        m = mu[0, -1].exp()                                                           # [V] one prefix: row 0 before its last token
+
+        def logp(h):
+            return torch.log_softmax(policy.head(h)[:, P - 1:-1].double(), -1)        # [B,steps,V]
+
+        def chosen(logs):
+            return logs.gather(-1, ids[:, P:, None])
+
+        def E(f, logs):
+            return gradient((m * f * logs[0, -1]).sum(), weights)
+
+        if serial not in truth:
+            logs = logp(serial(ids))
+            truth[serial] = gradient(chosen(logs).mean(), weights), E(R, logs)
+        exact, own = truth[serial]                                                    # own: E_μ[R·∇log μ], the sampler's gradient
+        p = logp(replay(ids))
+        kl, ratio = (mu.exp() * (mu - p)).sum(-1).mean().item(), chosen(p - mu).abs().max().item()
+        error = ((gradient(chosen(p).mean(), weights) - exact).norm() / exact.norm()).item()
+        print(f"{name:30}{kl:10.1e}{ratio:17.1e}{stages:8}{held:13,}{error:16.1e}")
+        whole, mean, cov = E(R, p), E(1, p), E(R - m @ R.double(), p)
+        away = (m @ R.double()) * mean
+        identity.append((name, *((x.norm() / own.norm()).item() for x in (whole - away - cov, mean, away, cov - own))))
+    print("\nthe score identity, exact over all tokens of one prefix, norms in units of the sampler's own gradient |E_μ[R·∇log μ]|\n"
+          f"{'replay':30}{'error':>10}{'|E_μ[∇log p]|':>17}{'centering removes':>20}{'centering leaves':>19}")
+    for name, *x in identity:
+        print(f"{name:30}{x[0]:10.1e}{x[1]:17.1e}{x[2]:20.1e}{x[3]:19.1e}")
+
+
+@torch.no_grad()
+def boundaries(model, C: int) -> None:
+    """Decode against replay, whole distributions: a prompt that ends around a boundary, commits, blending, a tool result fed at once."""
+    generator, shape = torch.Generator(model.device).manual_seed(1), LastKV(model).alpha.shape
+    print("\ndecode against replay; and, for scale, LastKV against the ordinary rule\n"
+          f"{'prompt':>6}{'alpha':>7}{'commits':>9}{'tool result':>13}{'max |Δ log p|':>15}{'to the ordinary':>17}")
+    for P, alpha in ((C - 1, 0.5), (C, 0.5), (C + 1, 0.5), (3 * C // 2, 0.5), (3 * C // 2, 0.0), (3 * C // 2, 1.0)):
+        policy, pieces = LastKV(model, C, torch.full(shape, alpha)), [P, *[1] * C, 3 * C // 2, *[1] * (C // 2)]
+        ids = torch.randint(model.config.vocab_size, (1, sum(pieces)), generator=generator, device=model.device)
+        cache, at = policy.new_cache(1, sum(pieces)), torch.tensor(pieces).cumsum(0) - 1
+        mu = torch.cat([policy.step(piece, [piece.shape[1]], cache) for piece in ids.split(pieces, 1)]).log_softmax(-1)
+        p, plain = (f.replay(ids)[0, at].log_softmax(-1) for f in (policy, Policy(model)))
+        print(f"{P:6}{alpha:7}{sum(pieces) // C:9}{3 * C // 2:13}{(mu - p).abs().max().item():15.1e}{(plain - p).abs().max().item():17.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="hub id, its short form, or a folder; without it a small random Qwen2 is made")
+    name = parser.parse_args().model
+    torch.manual_seed(0)
+    model = load_policy(name)[0].model if name else Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=8192, initializer_range=0.05))
+    print(f"toy h_t = x_t + ρ·h_(t−1), x = 1, ρ = 0.5: serial {toy(torch.ones(4), 0.5).tolist()}, initialisation and one round "
+          f"{toy(torch.ones(4), 0.5, 1).tolist()}, T − 1 rounds {toy(torch.ones(4), 0.5, 3).tolist()}\n")
+    compare(model, 8 if name else 16, 12 if name else 40, 256 if name else 4096)
+    boundaries(model, 8 if name else 16)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
+        print(f"lastkv.py: {error}", file=sys.stderr)
+        sys.exit(2)
