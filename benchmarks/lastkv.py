@@ -3,10 +3,9 @@
 Everything is timed in this one process, in turn and again, and compared by medians; the last line is one JSON object.
 Letters: T positions, C chunk size, N cached tokens, n rows, L layers, E width.
 
-    OMP_NUM_THREADS=2 python benchmarks/lastkv.py              # three minutes on two cores
+    python benchmarks/lastkv.py                                # a few minutes, on a machine that does nothing else
 """
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -58,14 +57,20 @@ def replay_seconds(rounds: int) -> tuple[list[float], list[float]]:
     return [median(s) for s in seconds[:2]], [median(s) for s in seconds[2:]]
 
 
+def resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (the peak since it was reset) of this process, in bytes; Linux."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
+
+
 @torch.no_grad()
 def peak_bytes(T: int) -> int:
-    """In a fresh process: how far a replay of T positions raises the peak of resident memory."""
+    """In a fresh process: how far a replay of T positions raises resident memory at its peak."""
     policy = policies()[1]
     policy.hidden(torch.zeros(1, C, dtype=torch.long))         # what the libraries need anyway
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")              # resets the peak
     policy.hidden(torch.zeros(1, T, dtype=torch.long))
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return resident("VmHWM") - before
 
 
 @torch.no_grad()
