@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from policy import SYSTEM, Chat
+from policy import SYSTEM, Chat, pad_right
 from retriever import Retriever
 
 TAGS = ("mem", "think", "search", "access", "answer", "information")
@@ -177,11 +177,8 @@ def sample(logits, temperature: float, generator=None):
 def feed(policy, cache, pieces: list[list[int]], counters):
     """Feed one chunk a row, padded on the right -> logits after each chunk [n,V]."""
     lengths = torch.tensor([len(piece) for piece in pieces])
-    ids = torch.zeros(len(pieces), int(lengths.max()), dtype=torch.long)             # [n,S]
-    for b, piece in enumerate(pieces):
-        ids[b, :len(piece)] = torch.tensor(piece)
     counters["prefilled"] += int(lengths.sum())
-    return policy.step(ids.to(policy.device), lengths, cache)
+    return policy.step(pad_right(pieces, device=policy.device), lengths, cache)      # ids [n,S]
 
 
 def retire(cache, batch: list[Episode], i: int, n: int) -> None:

@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -67,10 +68,10 @@ def describe(rng: random.Random, entity: str, relation: str, value: str) -> dict
     return {"title": entity, "text": f"{entity} has {facts[0]}, {facts[1]}."}
 
 
-def world_question(rng: random.Random, shape=None) -> dict:
+def world_question(rng: random.Random) -> dict:
     """One question with its own documents, and "steps": its searches as (part, entity, relation, value)."""
     taken, steps, parts, answers, documents = set(), [], [], [], []
-    for part, path in enumerate(draw_paths(rng, shape or rng.choice(SHAPES))):
+    for part, path in enumerate(draw_paths(rng, rng.choice(SHAPES))):
         entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
         parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
@@ -96,14 +97,15 @@ def split_of(question: dict) -> str:
     return ("test", "dev", *["train"] * 8)[zlib.crc32("|".join(names).encode()) % 10]
 
 
-def world_questions(n: int, seed: int, split: str, shape=None) -> list[dict]:
+def question_stream(rng: random.Random, split: str) -> Iterator[dict]:
+    """Fresh questions of a split, without end."""
+    return (question for question in iter(lambda: world_question(rng), None) if split_of(question) == split)
+
+
+def world_questions(n: int, seed: int, split: str) -> list[dict]:
     """n questions of a split; the same for the same seed."""
-    rng, questions = random.Random(f"{seed} {split}"), []
-    while len(questions) < n:
-        question = world_question(rng, shape)
-        if split_of(question) == split:
-            questions.append({"id": f"world-{split}-{seed}-{len(questions)}", **question})
-    return questions
+    stream = question_stream(random.Random(f"{seed} {split}"), split)
+    return [{"id": f"world-{split}-{seed}-{i}", **question} for i, question in enumerate(islice(stream, n))]
 
 
 # ---- the tiny policy ----
@@ -167,15 +169,16 @@ def act(question: dict, k: int, known) -> list:
     return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
 
 
-def result(question: dict, k: int) -> list:
-    return [("result", Retriever(question["documents"]).search(question["steps"][k][1], 1), False)]
+def result(question: dict, retriever: Retriever, k: int) -> list:
+    """What search k brings."""
+    return [("result", retriever.search(question["steps"][k][1], 1), False)]
 
 
-def conversation(question: dict, searches: int, kept) -> list:
+def conversation(question: dict, retriever: Retriever, searches: int, kept) -> list:
     """The script's turns until so many searches have their result, or, with one more, until the answer."""
     pieces, steps = [], question["steps"]
     for k in range(searches):
-        pieces += (write(kept(steps[:k])) if k else []) + act(question, k, steps[:k]) + (result(question, k) if k < len(steps) else [])
+        pieces += (write(kept(steps[:k])) if k else []) + act(question, k, steps[:k]) + (result(question, retriever, k) if k < len(steps) else [])
     return pieces
 
 
@@ -186,19 +189,19 @@ def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float
     alone; history: the answer from a conversation so far. In the last two, which are what the teacher scores, a share
     `guess` of the rows trains unknown facts too, so that P of a missing fact is low.
     """
-    question = next(q for q in iter(lambda: world_question(rng), None) if split_of(q) == "train")
-    steps = question["steps"]
+    question = next(question_stream(rng, "train"))
+    steps, retriever = question["steps"], Retriever(question["documents"])
     kept = lambda facts: [s for s in facts if rng.random() < keep]
     opening, k = [("question", question["question"], False)], rng.randint(1, len(steps))       # k searches done
     if kind == "full":
-        return opening + conversation(question, len(steps) + 1, kept)
+        return opening + conversation(question, retriever, len(steps) + 1, kept)
     if kind == "compressed":
         before = kept(steps[:k - 1])
         last = (write(before) if k > 1 else []) + act(question, k - 1, [])
         known = before + [steps[k - 1]]
-        return opening + untrained(last) + result(question, k - 1) + write(kept(known)) + act(question, k, known)
+        return opening + untrained(last) + result(question, retriever, k - 1) + write(kept(known)) + act(question, k, known)
     known = kept(steps[:k]) if kind == "recall" else steps[:k]
-    context = write(known) if kind == "recall" else conversation(question, k, kept)
+    context = write(known) if kind == "recall" else conversation(question, retriever, k, kept)
     scaffold = [("policy", "\n<think>\n...\n</think>\n<answer>\n", False)]   # the teacher's, never the policy's own words
     return opening + untrained(context) + scaffold + answer_pieces(question, known, rng.random() < guess)
 
@@ -295,9 +298,7 @@ def endless(questions: list[dict], seed: int) -> Iterator[dict]:
 def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: int, eval_split: str, instructions: str) -> Data:
     """The embedded world without `data`; else a question file, of which `eval_questions` are held out, and its corpus."""
     if data is None:
-        rng = random.Random(f"{seed} train")
-        stream = (q for q in iter(lambda: world_question(rng), None) if split_of(q) == "train")
-        return Data(stream, world_questions(eval_questions, seed, eval_split), None, WORLD_INSTRUCTIONS)
+        return Data(question_stream(random.Random(f"{seed} train"), "train"), world_questions(eval_questions, seed, eval_split), None, WORLD_INSTRUCTIONS)
     questions, documents = read_questions(data)
     if corpus is not None:
         documents = read_corpus(corpus)

@@ -13,12 +13,11 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 from agent_loop import INSTRUCTIONS, rollout
 from data import load_data
-from policy import load_policy
+from policy import load_policy, run_script
 from reward import em_check, extract_solution, f1_score, validate_format
 
 COLUMNS = {"em": "EM", "em_t1": "EM at T=1", "f1": "F1", "format": "format", "turns": "turns", "tokens": "tokens", "peak": "peak"}
@@ -84,10 +83,11 @@ def show(tokenizer, t) -> str:
     memory = {i for start, end in t.mem_spans for i in range(start, end)}
     styles = ["dim"] * len(t.prompt_ids) + ["green" if i in memory else "bright" if sampled else "dim" for i, sampled in enumerate(t.response_mask)]
     codes = {"dim": "\033[0;2m", "green": "\033[0;32m", "bright": "\033[0;1m"} if sys.stdout.isatty() else dict.fromkeys(("dim", "green", "bright"), "")
-    out, ids = "", t.prompt_ids + t.response_ids
-    for style, run in groupby(range(len(ids)), key=lambda i: styles[i]):
-        run = list(run)
-        out += codes[style] + tokenizer.decode(ids[:run[-1] + 1])[len(tokenizer.decode(ids[:run[0]])):]
+    out, shown, end, ids = "", "", 0, t.prompt_ids + t.response_ids
+    for style, stretch in groupby(styles):
+        end += len(list(stretch))
+        text = tokenizer.decode(ids[:end])
+        out, shown = out + codes[style] + text[len(shown):], text
     return out + ("\033[0m" if codes["dim"] else "") + f"\n[{t.stop_reason}; gold: {t.question['answers'][0]}]"
 
 
@@ -124,12 +124,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
-        print(f"eval.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\neval.py: stopped; what was written until now stays", file=sys.stderr)
-        sys.exit(130)
+    run_script("eval.py", main, sys.argv[1:])

@@ -15,7 +15,6 @@ L layers, H key/value heads, G query heads a key/value head, D head width. Left 
     python lastkv.py --model Qwen2.5-0.5B                      # the same, shorter, on that model
 """
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCa
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from policy import Policy, SlotCache, load_policy
+from policy import Policy, SlotCache, check_room, load_policy, run_script
 
 FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 
@@ -260,9 +259,7 @@ class LastKV(Policy):
     def _step(self, input_ids, lengths, cache, start):
         """`step` on rows start … start + n − 1, in pieces: each brings every row up to its next chunk boundary at most."""
         n, fed, rows = len(lengths), torch.zeros_like(lengths), slice(start, start + len(lengths))
-        if int((cache.length[rows] + lengths).max()) > cache.max_length:
-            raise ValueError(f"the cache holds {cache.max_length} tokens a row and {int((cache.length[rows] + lengths).max())} were fed; "
-                             "ask new_cache for a larger max_length")
+        check_room(cache, cache.length[rows] + lengths)
         input_ids, embed, alpha, last = input_ids.to(self.device), self.model.get_input_embeddings(), self.gates()[:, None], 0
         while bool((fed < lengths).any()):
             past = cache.length[rows]
@@ -380,20 +377,15 @@ class Feedback(Policy):
         return FeedbackCache(self, batch_size, max_length)
 
     def _step(self, input_ids, lengths, cache, start):
-        rows, base, first = slice(start, start + len(lengths)), self.model.base_model, cache.length[start:start + len(lengths)] == 0
+        rows = slice(start, start + len(lengths))
+        first = cache.length[rows] == 0
         x = self.model.get_input_embeddings()(input_ids.to(self.device))              # [n,S,E]
         prefill = bool(first.all())
         for s in range(1 if prefill else int(lengths.max())):                         # a prompt at once, anything else token by token
             take = lengths if prefill else (lengths > s).long()                       # [n]
-            cache.open(start, take, self.device)
             back = self.W(cache.state[rows]) * ~first[:, None].to(self.device)        # [n,E]
             now = x[:, :int(take.max())] if prefill else x[:, s:s + 1]
-            position = (cache.length[rows, None] + torch.arange(now.shape[1])).to(self.device)        # [n,S]
-            hidden = torch.arange(cache.K, device=self.device) > position[:, None, :, None]
-            mask = torch.zeros(hidden.shape, dtype=x.dtype, device=self.device).masked_fill_(hidden, torch.finfo(x.dtype).min)
-            h = base(inputs_embeds=now + back[:, None], attention_mask=mask, position_ids=position, use_cache=True,
-                     **{self.cache_argument: cache}).last_hidden_state                # [n,S,E]
-            cache.length[rows] += take
+            h = self.extend(cache, start, take, inputs_embeds=now + back[:, None])    # [n,S,E]
             take = take.to(self.device)
             newest = h[torch.arange(len(take), device=self.device), (take - 1).clamp(min=0)]
             cache.state[rows] = torch.where(take[:, None] > 0, newest, cache.state[rows])
@@ -508,6 +500,7 @@ def boundaries(model, C: int) -> None:
 
 
 def main() -> None:
+    """The toy, the table, the identity and the boundary checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id, its short form, or a folder; without it a small random Qwen2 is made")
     name = parser.parse_args().model
@@ -522,8 +515,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
-        print(f"lastkv.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script("lastkv.py", main)

@@ -8,6 +8,7 @@ Left out: tensor and pipeline parallelism, several GPUs, quantised training.
 import inspect
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +25,21 @@ DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 HUB_OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB"}
 SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
 LOGIT_SLICE = 2 ** 26  # logits held at once by `logprobs`, in elements: 256 MB in float32
+
+
+def pad_right(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
+    """Lists of different lengths -> [B,T], zeros on the right."""
+    out = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
+    for b, row in enumerate(rows):
+        out[b, :len(row)] = torch.tensor(row, dtype=dtype)
+    return out.to(device)
+
+
+def check_room(cache, end: torch.Tensor) -> None:
+    """Refuse rows that would hold end [n] tokens, more than the cache was made for."""
+    if int(end.max()) > cache.max_length:
+        raise ValueError(f"the cache holds {cache.max_length} tokens a row and {int(end.max())} were fed; "
+                         "ask new_cache for a larger max_length")
 
 
 class SlotCache(Cache):
@@ -43,9 +59,7 @@ class SlotCache(Cache):
         """Announce that rows start … start + n − 1 are about to receive `lengths` [n] new tokens each."""
         n, S = len(lengths), int(lengths.max())
         old = self.length[start:start + n]
-        if int((old + lengths).max()) > self.max_length:
-            raise ValueError(f"the cache holds {self.max_length} tokens a row and {int((old + lengths).max())} were fed; "
-                             "ask new_cache for a larger max_length")
+        check_room(self, old + lengths)
         row, column = (torch.arange(S) < lengths[:, None]).nonzero(as_tuple=True)
         self.start, self.n, self.K = start, n, int((old + lengths).max())
         self.index = tuple(i.to(device) for i in (start + row, old[row] + column, row, column))
@@ -125,17 +139,21 @@ class Policy:
         return torch.cat([self._step(input_ids[i:i + n], lengths[i:i + n], cache, i) for i in range(0, len(lengths), n)])
 
     def _step(self, input_ids, lengths, cache, start):
+        hidden = self.extend(cache, start, lengths, input_ids=input_ids[:, :int(lengths.max())].to(self.device))   # [n,S,E]
+        return self.head(hidden[torch.arange(len(lengths), device=self.device), (lengths - 1).to(self.device)])  # [n,V]
+
+    def extend(self, cache, start, lengths, **inputs):
+        """Feed rows start … start + n − 1 their first lengths [n] of the input_ids [n,S] or inputs_embeds [n,S,E] -> hidden [n,S,E]."""
         S, device = int(lengths.max()), self.device
         cache.open(start, lengths, device)
         position = (cache.length[start:start + cache.n, None] + torch.arange(S)).to(device)         # [n,S]
         visible = torch.arange(cache.K, device=device) <= position[:, None, :, None]                # [n,1,S,K] slot j: j <= position
         dtype = self.model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, torch.finfo(dtype).min)
-        hidden = self.model.base_model(
-            input_ids=input_ids[:, :S].to(device), attention_mask=mask, position_ids=position, use_cache=True,
-            **{self.cache_argument: cache}).last_hidden_state                                       # [n,S,E]
+        hidden = self.model.base_model(**inputs, attention_mask=mask, position_ids=position, use_cache=True,
+                                       **{self.cache_argument: cache}).last_hidden_state
         cache.length[start:start + cache.n] += lengths
-        return self.head(hidden[torch.arange(cache.n, device=device), (lengths - 1).to(device)])    # [n,V]
+        return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """[...,E] last hidden states -> [...,V] logits."""
@@ -266,3 +284,16 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return Policy(model.to(device)), tokenizer
+
+
+def run_script(name: str, main, *arguments) -> None:
+    """A script's last line: main(*arguments); a user's mistake ends in one sentence and code 2, Ctrl-C in one and 130."""
+    transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
+    try:
+        main(*arguments)
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{name}: stopped; what was written until now stays", file=sys.stderr)
+        sys.exit(130)

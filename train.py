@@ -8,7 +8,6 @@ folders) and result.json. Letters: N trajectories, B rows of a micro-batch, T po
 start's teacher model (demonstrations are scripted), several GPUs.
 """
 import json
-import random
 import sys
 import time
 from argparse import HelpFormatter, Namespace
@@ -18,17 +17,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
 from data import load_data, world_demonstrations, world_policy
-from eval import evaluate, mean, print_table, show
+from eval import evaluate, figures, mean, print_table, show
 from mempo import (GATES, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference,
                    memory_rewards, micro_batches, ppo_loss)
-from policy import Chat, Policy, load_policy
-from reward import compute_score, em_check, extract_solution, validate_format
+from policy import Chat, Policy, load_policy, pad_right, run_script
+from reward import compute_score
 
 
 # option: (embedded world, otherwise); every other option has one default
@@ -46,6 +44,7 @@ def option(default, help: str, **metadata):
 
 @dataclass
 class ModelOptions:
+    """Which policy, in which precision, where."""
     _argument_group_name = "model"
     model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
     device: str | None = option(None, "cuda or cpu; cuda where there is one")
@@ -55,6 +54,7 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
+    """What is trained and evaluated on, and where the run is kept."""
     _argument_group_name = "data"
     data: str | None = option(None, "questions: JSONL or HotpotQA's .json; without it the embedded world")
     corpus: str | None = option(None, "documents: JSONL (id, title, text); without it those that came with the questions")
@@ -66,6 +66,7 @@ class DataOptions:
 
 @dataclass
 class RolloutOptions:
+    """How episodes are drawn."""
     _argument_group_name = "rollout"
     questions_per_step: int = option(12, "questions drawn in a step")
     group_size: int | None = option("group_size", "trajectories a question")
@@ -78,6 +79,7 @@ class RolloutOptions:
 
 @dataclass
 class MemPOOptions:
+    """Score, memory reward, advantages and clipped loss."""
     _argument_group_name = "MemPO"
     memory_weight: float = option(1.0, "w of the memory advantage; 0 is plain GRPO")
     threshold: float = option(0.5, "answer tokens below this probability are left out of P")
@@ -90,6 +92,7 @@ class MemPOOptions:
 
 @dataclass
 class OptimizerOptions:
+    """Steps and learning rates of the cold start and of RL."""
     _argument_group_name = "optimizer"
     steps: int | None = option("steps", "RL steps")
     lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
@@ -128,14 +131,6 @@ def parse_options(argv: list[str]) -> Namespace:
 
 # ---- cold start ----
 
-def pad(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
-    """Lists of different lengths -> [B,T], zeros on the right."""
-    out = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
-    for b, row in enumerate(rows):
-        out[b, :len(row)] = torch.tensor(row, dtype=dtype)
-    return out.to(device)
-
-
 def render(chat: Chat, demonstration: list) -> tuple[list[int], list[int]]:
     """(ids, mask) of a demonstration, by appending the very pieces that the rollout appends."""
     ids, mask = [], []
@@ -156,8 +151,8 @@ def cold_start(policy, tokenizer, o: Namespace) -> None:
         for group in optimizer.param_groups:
             group["lr"] = o.cold_start_lr * min(1, (step + 1) / 30) * (1 - step / o.cold_start_steps)
         ids, mask = zip(*(render(chat, d) for d in demonstrations))
-        mask = pad(mask, torch.bool, policy.device)
-        loss = -policy.logprobs(pad(ids, device=policy.device), mask).sum() / mask.sum()
+        mask = pad_right(mask, torch.bool, policy.device)
+        loss = -policy.logprobs(pad_right(ids, device=policy.device), mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
@@ -169,7 +164,7 @@ def cold_start(policy, tokenizer, o: Namespace) -> None:
 
 def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     """Scores, memory rewards and final advantages [N,T] of a batch of trajectories, and what is logged of them."""
-    mask = pad([t.response_mask for t in trajectories], torch.float32)                                # [N,T]
+    mask = pad_right([t.response_mask for t in trajectories], torch.float32)                                # [N,T]
     group_ids = [t.group_id for t in trajectories]
     scores = [compute_score(t.turns, t.question["answers"], o.format_score) for t in trajectories]
     P = memory_rewards(policy, tokenizer, [t.full_traj for t in trajectories], [t.mem_traj for t in trajectories],
@@ -181,12 +176,11 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 
     groups = set(group_ids)
     flat = [p for turns in P for p in turns]
-    answers = [extract_solution(t.turns[-1]) if t.turns else None for t in trajectories]
+    rows = [figures(t) for t in trajectories]
     return advantages, rewards, scores, {
-        "score": mean(scores), "em": mean([em_check(a, t.question["answers"]) for a, t in zip(answers, trajectories)]),
-        "format": mean([validate_format(t.turns)[0] for t in trajectories]),
+        "score": mean(scores), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
         "memory_reward": mean([m - f for m, f in flat]), "P_mem": mean([m for m, _ in flat]), "P_full": mean([f for _, f in flat]),
-        "memory_turns": len(flat), "turns": mean([len(t.turns) for t in trajectories]),
+        "memory_turns": len(flat),
         "flat_groups": mean([len({s for s, g in zip(scores, group_ids) if g == group}) == 1 for group in groups]),
         "flat_memory_groups": mean([len({r for rs, g in zip(rewards, group_ids) if g == group for r in rs}) < 2 for group in groups]),
         "stop_reasons": dict(Counter(t.stop_reason for t in trajectories))}
@@ -195,17 +189,17 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 def update(policy, reference, optimizer, trajectories, advantages, o: Namespace) -> dict:
     """One clipped step on prompt_ids + response_ids: gradients add up over micro-batches, weighted by their trained tokens."""
     total = sum(sum(t.response_mask) for t in trajectories)
-    figures = Counter()
+    logged = Counter()
     optimizer.zero_grad()
     for batch in micro_batches([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], o.token_budget):
         rows = [trajectories[i] for i in batch]
         if not any(sum(t.response_mask) for t in rows):        # stopped before anything was sampled
             continue
         before = [[0] * len(t.prompt_ids) for t in rows]
-        ids = pad([t.prompt_ids + t.response_ids for t in rows], device=policy.device)                # [B,T]
-        mask = pad([b + t.response_mask for b, t in zip(before, rows)], torch.bool, policy.device)
-        old = pad([b + t.rollout_logprobs for b, t in zip(before, rows)], torch.float32, policy.device)
-        adv = pad([b + advantages[i, :len(t.response_ids)].tolist() for b, i, t in zip(before, batch, rows)], torch.float32, policy.device)
+        ids = pad_right([t.prompt_ids + t.response_ids for t in rows], device=policy.device)                # [B,T]
+        mask = pad_right([b + t.response_mask for b, t in zip(before, rows)], torch.bool, policy.device)
+        old = pad_right([b + t.rollout_logprobs for b, t in zip(before, rows)], torch.float32, policy.device)
+        adv = pad_right([b + advantages[i, :len(t.response_ids)].tolist() for b, i, t in zip(before, batch, rows)], torch.float32, policy.device)
         logp = policy.logprobs(ids, mask, o.temperature)
         loss, stats = ppo_loss(logp, old, adv, mask, o.clip_low, o.clip_high)
         if reference is not None:
@@ -214,11 +208,11 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
             loss = loss + o.kl_coef * kl_to_reference(logp, ref_logp, mask)
         share = stats["tokens"] / max(total, 1)
         (loss * share).backward()
-        figures.update({"loss": loss.item() * share, "kl": stats["kl"] * share, "clip_fraction": stats["clip_fraction"] * share})
-        figures["max_ratio_dev"] = max(figures["max_ratio_dev"], stats["max_ratio_dev"])
+        logged.update({"loss": loss.item() * share, "kl": stats["kl"] * share, "clip_fraction": stats["clip_fraction"] * share})
+        logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
     optimizer.step()
-    return {**figures, "grad_norm": float(norm), "trained_tokens": total}
+    return {**logged, "grad_norm": float(norm), "trained_tokens": total}
 
 
 def gold_text(question: dict) -> str:
@@ -244,20 +238,20 @@ def train(policy, tokenizer, data, o: Namespace, out: Path) -> list:
                                    temperature=o.temperature, top_k=o.top_k, instructions=data.instructions,
                                    generator=generator, counters=counters)
             clock.append(time.perf_counter())
-            advantages, rewards, scores, figures = rewards_and_advantages(policy, tokenizer, trajectories, o)
+            advantages, rewards, scores, logged = rewards_and_advantages(policy, tokenizer, trajectories, o)
             clock.append(time.perf_counter())
-            figures |= update(policy, reference, optimizer, trajectories, advantages, o)
+            logged |= update(policy, reference, optimizer, trajectories, advantages, o)
             clock.append(time.perf_counter())
             seconds = {part: b - a for part, a, b in zip(("rollout", "scoring", "update"), clock, clock[1:])}
-            record = {"step": step, **figures, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
+            record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()
             for t, r, s in list(zip(trajectories, rewards, scores))[:2]:
                 samples.write(json.dumps({"step": step, "question": t.question["question"], "answers": t.question["answers"], "score": s,
                                           "memory_rewards": r, "stop_reason": t.stop_reason,
                                           "text": tokenizer.decode(t.prompt_ids + t.response_ids)}) + "\n")
-            bar.set_postfix(score=f"{figures['score']:.2f}", memory=f"{figures['memory_reward']:+.2f}",
-                            ratio=f"{figures['max_ratio_dev']:.0e}", refresh=False)
+            bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
+                            ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
     return trajectories
 
 
@@ -296,12 +290,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:                     # a user's mistake: one sentence, no traceback
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ntrain.py: stopped; what was written until now stays", file=sys.stderr)
-        sys.exit(130)
+    run_script("train.py", main, sys.argv[1:])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop import information
-from data import (RELATION, load_data, read_corpus, read_questions, split_of, world_demonstration, world_demonstrations,
-                  world_question, world_questions, world_tokenizer)
+from data import (RELATION, load_data, read_corpus, read_questions, world_demonstration, world_demonstrations, world_questions,
+                  world_tokenizer)
 from policy import Chat
 from retriever import Retriever
 from train import render
