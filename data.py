@@ -22,31 +22,39 @@ from retriever import Retriever
 
 # ---- the embedded world: people, places and things ----
 
-FIRST = "Ada Bela Cora Dina Edda Fenn Gita Hugo Ines Jonas Kira Lars Mira Nils Olga Piet Quin Rosa Sven Toma Ulla Vera Willem Yara".split()
+PERSON = "Ada Bela Cora Dina Edda Fenn Gita Hugo Ines Jonas Kira Lars Mira Nils Olga Piet Quin Rosa Sven Toma Ulla Vera Willem Yara".split()
 FAMILY = "Berg Carr Dahl Frost Holm Lind North Stone".split()
 TOWN = "Alder Brack Corwen Dorn Elmet Farrow Gilt Harl Ister Jura Kelso Lorne Marl Nidd Orrin Pell Ravn Selk Tarn Usk Velden Wick Yarrow Zell".split()
 PART = "Bay Cross Gate Hill Mill Park Side Well".split()
 RIVER = "Amble Brue Clyst Dove Ebble Fal Glyme Hodder Irfon Kenn Leven Medway Neet Otter Plym Rye Swale Teme Ure Wye".split()
-ARM = "Beck Brook Run Water".split()
 THING = "bell chair clock crown cup drum fan harp key lamp mask mirror ring robe sword vase".split()
-STUFF = "amber brass glass iron ivory jade silver velvet".split()
-KIND = {"person": (FIRST, FAMILY), "town": (TOWN, PART), "river": (RIVER, ARM), "thing": (THING, STUFF)}
-# relation -> (kind of entity, kind of value); a question's parts stand in this order, and those of VIA only lead to another
-RELATION = {"teacher": ("person", "person"), "hero": ("person", "person"), "river": ("town", "river"), "mayor": ("town", "person"),
-            "port": ("town", "town"), "maker": ("thing", "person"), "owner": ("thing", "person"),
-            "birthplace": ("person", "town"), "home": ("thing", "town")}
+PET = "badger cat crow dog goat hare horse jay lamb magpie mouse newt owl parrot pony rabbit raven robin swan toad".split()
+SIGN = "Amber Azure Bold Brave Copper Crimson Dusty Gentle Golden Jolly Laughing Merry Noble Proud Quiet Royal Silver Sleepy Wild Wise".split()
+PRICE = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen twenty thirty forty fifty sixty".split()
+KIND = {"person": (PERSON, FAMILY), "town": (TOWN, PART), "thing": (THING, None), "river": (RIVER, "Beck Brook Run Water".split()),
+        "pet": (PET, "Bello Fleck Max Pip Rex Socks Tip Wolly".split()), "inn": (SIGN, "Anchor Bear Crane Eagle Fox Lion Stag Unicorn".split()),
+        "price": (PRICE, "crowns ducats florins groats guilders marks shillings thalers".split())}
+# relation -> (kind of entity, kind of value). A question's parts stand in this order; those of VIA only lead to another. Each
+# asked relation has a kind of values of its own: a model of two layers finds a word by its kind long before it finds it by its key.
+RELATION = {"pet": ("person", "pet"), "river": ("town", "river"), "mayor": ("town", "person"), "inn": ("town", "inn"),
+            "price": ("thing", "price"), "birthplace": ("person", "town"), "home": ("thing", "town")}
 VIA = ("birthplace", "home")
 REMARK = {"person": ("trade", "baker clerk farmer miller potter smith".split()), "town": ("tree", "ash beech elm lime oak pine".split()),
           "thing": ("colour", "black blue green grey red white".split())}  # what documents say besides, and nobody asks
-SHAPES = [(1, 1, 1), (1, 1, 1), (1, 1), (1, 1, 1, 1), (2, 1), (2, 1, 1), (2,)]  # hops of each part of a question
+SHAPES = [(1, 1, 1)] * 4 + [(1, 1)] * 2 + [(2, 1)] * 2 + [(2,), (1, 1, 1, 1)]  # hops of each part of a question
 
 
 def draw_name(rng: random.Random, kind: str, taken: set) -> str:
-    """A full name whose first word, by which everybody is called, is not taken. The second follows from it seven times in ten."""
-    first, second = KIND[kind]
-    i = rng.choice([i for i, word in enumerate(first) if word not in taken])
-    taken.add(first[i])
-    return f"{first[i]} {second[i % len(second)] if rng.random() < 0.7 else rng.choice(second)}"
+    """A first word that is not taken: what everybody calls a person, a town or a thing."""
+    word = rng.choice([word for word in KIND[kind][0] if word not in taken])
+    taken.add(word)
+    return word
+
+
+def draw_value(rng: random.Random, kind: str, taken: set) -> str:
+    """Two words; the second follows from the first seven times in ten."""
+    first, (firsts, seconds) = draw_name(rng, kind, taken), KIND[kind]
+    return f"{first} {seconds[firsts.index(first) % len(seconds)] if rng.random() < 0.7 else rng.choice(seconds)}"
 
 
 def draw_paths(rng: random.Random, shape) -> list[list[str]]:
@@ -72,10 +80,10 @@ def world_question(rng: random.Random) -> dict:
     """One question with its own documents, and "steps": its searches as (part, entity, relation, value)."""
     taken, steps, parts, answers, documents = set(), [], [], [], []
     for part, path in enumerate(draw_paths(rng, rng.choice(SHAPES))):
-        entity = draw_name(rng, RELATION[path[0]][0], taken).split()[0]
+        entity = draw_name(rng, RELATION[path[0]][0], taken)
         parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
-            value = draw_name(rng, RELATION[relation][1], taken)
+            value = draw_value(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
             documents.append(describe(rng, entity, relation, value))
             entity = value.split()[0]
@@ -84,7 +92,7 @@ def world_question(rng: random.Random) -> dict:
         fitting = [r for r, (_, kind) in RELATION.items() if kind == RELATION[relation][0]]
         if fitting:
             r = rng.choice(fitting)
-            other = draw_name(rng, RELATION[r][0], taken).split()[0]
+            other = draw_name(rng, RELATION[r][0], taken)
             documents.append(describe(rng, other, r, f"{entity} {rng.choice(KIND[RELATION[r][1]][1])}"))
     rng.shuffle(documents)
     documents = [{"id": str(i), **document} for i, document in enumerate(documents)]
@@ -117,7 +125,7 @@ WORLD_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' +
 
 def world_tokenizer() -> PreTrainedTokenizerFast:
     """Word level: one token a word, a tag or a punctuation mark; the same interface as any BPE tokenizer."""
-    words = sorted({w for lists in KIND.values() for words in lists for w in words} | set(RELATION)
+    words = sorted({w for lists in KIND.values() for words in lists if words for w in words} | set(RELATION)
                    | {w for remark, words in REMARK.values() for w in (remark, *words)})
     words += ("the The of has is Find First next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
@@ -134,7 +142,7 @@ def world_policy(folder, seed: int) -> str:
     """Write the tiny policy, a Qwen2 of 0.35 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
     tokenizer = world_tokenizer()
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-                         intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True)
+                         intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True, initializer_range=0.05)
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -182,12 +190,13 @@ def conversation(question: dict, retriever: Retriever, searches: int, kept) -> l
     return pieces
 
 
-def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float) -> list:
+def world_demonstration(rng: random.Random, kind: str, keep: float) -> list:
     """One scripted episode of a fresh training question, or a part of one; a known fact enters a memory with probability `keep`.
 
-    full: the whole conversation; compressed: one turn from what it sees at evaluation; recall: the answer from a memory
-    alone; history: the answer from a conversation so far. In the last two, which are what the teacher scores, a share
-    `guess` of the rows trains unknown facts too, so that P of a missing fact is low.
+    full: the whole conversation; compressed: one turn from what it sees at evaluation, in every other row with whole memories,
+    shown and not trained, so that acting on one is known; recall: the answer from a memory alone; history: the answer from a
+    conversation so far. In the last two, which are what the teacher scores, three rows of ten train unknown facts too, so that
+    P of a missing fact is low.
     """
     question = next(question_stream(rng, "train"))
     steps, retriever = question["steps"], Retriever(question["documents"])
@@ -196,14 +205,16 @@ def world_demonstration(rng: random.Random, kind: str, keep: float, guess: float
     if kind == "full":
         return opening + conversation(question, retriever, len(steps) + 1, kept)
     if kind == "compressed":
-        before = kept(steps[:k - 1])
+        whole = rng.random() < 0.5
+        before = steps[:k - 1] if whole else kept(steps[:k - 1])
         last = (write(before) if k > 1 else []) + act(question, k - 1, [])
         known = before + [steps[k - 1]]
-        return opening + untrained(last) + result(question, retriever, k - 1) + write(kept(known)) + act(question, k, known)
+        memory = untrained(write(known)) if whole else write(kept(known))
+        return opening + untrained(last) + result(question, retriever, k - 1) + memory + act(question, k, known)
     known = kept(steps[:k]) if kind == "recall" else steps[:k]
     context = write(known) if kind == "recall" else conversation(question, retriever, k, kept)
     scaffold = [("policy", "\n<think>\n...\n</think>\n<answer>\n", False)]   # the teacher's, never the policy's own words
-    return opening + untrained(context) + scaffold + answer_pieces(question, known, rng.random() < guess)
+    return opening + untrained(context) + scaffold + answer_pieces(question, known, rng.random() < 0.3)
 
 
 def untrained(pieces: list) -> list:
@@ -211,12 +222,11 @@ def untrained(pieces: list) -> list:
 
 
 def world_demonstrations(seed: int, keep: float, steps: int):
-    """Batches of demonstrations, one a step. For the first six tenths memories are whole, to learn reading and copying; then they lapse."""
+    """Batches of demonstrations, one a step: twice full conversations, then parts."""
     rng = random.Random(f"{seed} demonstrations")
-    mix = (["full"] * 10, ["full"] * 10, ["compressed"] * 12 + ["recall"] * 8 + ["history"] * 4)
+    mix = (["full"] * 16, ["full"] * 16, ["compressed"] * 16 + ["recall"] * 10 + ["history"] * 5)
     for step in range(steps):
-        lapse = step >= 0.6 * steps
-        yield [world_demonstration(rng, kind, keep if lapse else 1.0, 0.3 if lapse else 0.0) for kind in mix[step % 3]]
+        yield [world_demonstration(rng, kind, keep) for kind in mix[step % 3]]
 
 
 # ---- files ----

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from agent_loop import INSTRUCTIONS, rollout
 from data import load_data
+from lastkv import under_rule
 from policy import load_policy, run_script
 from reward import em_check, extract_solution, f1_score, validate_format
 
@@ -119,6 +120,7 @@ def main(argv: list[str]) -> None:
     for name, weights in (("cold_start", "cold_start"), ("final", "model")):
         if (folder / weights).exists():
             policy, tokenizer = load_policy(str(folder / weights), o.dtype, o.device)
+            policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, folder / weights)
             result[name] = evaluate(policy, tokenizer, data, o)
     print_table(result)
 

@@ -136,6 +136,28 @@ class ChunkCache:
         self.length, self.near, self.store = source.length[rows], source.near[:, :, rows], source.store[:, :, rows]
 
 
+# ---- what a checkpoint holds besides the model's weights ----
+
+def save_extra(tensors: dict, folder, name: str, **setting: int) -> None:
+    """Write tensors and the setting they belong to, to folder/name.safetensors."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, Path(folder) / f"{name}.safetensors", {k: str(v) for k, v in setting.items()})
+
+
+def load_extra(tensors: dict, folder, name: str, **setting: int) -> None:
+    """Fill tensors in place from what `save_extra` wrote under the same names, shapes and setting."""
+    path = Path(folder) / f"{name}.safetensors"
+    if not path.exists():
+        raise ValueError(f"there is no {path}; save the policy there first, or go on without loading it")
+    with safe_open(path, "pt") as file:
+        found, saved = {n: file.get_tensor(n) for n in file.keys()}, {k: int(v) for k, v in (file.metadata() or {}).items()}
+    for n, t in tensors.items():
+        if saved != setting or n not in found or found[n].shape != t.shape:
+            raise ValueError(f"{path} holds {', '.join(f'{k} {list(v.shape)}' for k, v in found.items())} saved with {saved}, and this policy needs "
+                             f"{n} {list(t.shape)} with {setting}; build the policy as the one that was saved")
+        t.data.copy_(found[n])
+
+
 # ---- LastKV ----
 
 class LastKV(Policy):
@@ -178,26 +200,17 @@ class LastKV(Policy):
         return super().parameters() + ([] if self.alpha_logit is None else [self.alpha_logit])
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds besides the model's weights, under its name."""
+        """α under its name, learned or fixed."""
         return {"alpha": self.fixed_alpha} if self.alpha_logit is None else {"alpha_logit": self.alpha_logit.data}
 
     def save(self, folder) -> None:
-        """Write α and C to folder/lastkv.safetensors, beside the model's own weights (model.save_pretrained)."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.saved().items()}
-        save_file(tensors, Path(folder) / "lastkv.safetensors", {"chunk_size": str(self.C)})
+        """Write the model's weights, and α with C in lastkv.safetensors beside them."""
+        super().save(folder)
+        save_extra(self.saved(), folder, "lastkv", chunk_size=self.C)
 
     def load(self, folder) -> None:
-        """Read what `save` wrote, in place: an optimizer that holds α goes on with it."""
-        path, (name, tensor) = Path(folder) / "lastkv.safetensors", *self.saved().items()
-        if not path.exists():
-            raise ValueError(f"there is no {path}; save LastKV's alpha there first, or go on without loading it")
-        with safe_open(path, "pt") as file:
-            found = {n: file.get_tensor(n) for n in file.keys()} | {"chunk_size": int(file.metadata()["chunk_size"])}
-        if found["chunk_size"] != self.C or name not in found or found[name].shape != tensor.shape:
-            raise ValueError(f"{path} holds {list(found)} for chunk_size {found['chunk_size']}, and this policy needs {name} of shape "
-                             f"{list(tensor.shape)} for {self.C}; build LastKV as the one that was saved")
-        tensor.data.copy_(found[name])
+        """Read α as `save` wrote it, in place: an optimizer that holds it goes on with it."""
+        load_extra(self.saved(), folder, "lastkv", chunk_size=self.C)
 
     def layers(self, x, position, mask, read):
         """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v) puts layer l's history in front of its new
@@ -337,12 +350,14 @@ class FeedbackCache(SlotCache):
 class Feedback(Policy):
     """Feedback at every token: the input of token t is x_t + W·h_{t−1}, h the last layer's normed state.
 
-    Rollout: a row's first fed chunk, the prompt, is one parallel pass without feedback; every later token is serial. Replay:
-    `rounds` Jacobi rounds over the whole sequence from h = 0, which is another function: its rounds carry feedback only so far,
-    and they feed the prompt back, too. W [E,E] is random with a fixed seed, `strength` times as loud as the embeddings.
+    Rollout: a row's first fed chunk, the prompt, is prefilled in parallel by `rounds` Jacobi rounds; every later token is serial.
+    Replay: the same rounds over the whole sequence from h = 0. They agree on the prompt; after it the replay's states carry feedback
+    over `rounds` tokens only, the rollout's over all. W [E,E] is random with a fixed seed, `strength` times as loud as the embeddings.
     """
 
     def __init__(self, model, rounds: int = 1, strength: float = 0.5, seed: int = 0):
+        if rounds < 0:
+            raise ValueError(f"rounds is {rounds}; give the number of parallel refinement rounds, at least 0")
         super().__init__(model)
         self.rounds, embed, E = rounds, model.get_input_embeddings().weight, model.config.hidden_size
         self.W = torch.nn.Linear(E, E, bias=False, dtype=embed.dtype)
@@ -353,24 +368,41 @@ class Feedback(Policy):
     def parameters(self) -> list[torch.nn.Parameter]:
         return super().parameters() + [self.W.weight]
 
-    def hidden(self, input_ids, attention_mask=None, rounds: int | None = None, prompt=0) -> torch.Tensor:
-        """[B,T] -> last hidden states after `rounds` Jacobi rounds, [B,T,E]; prompt (a number or [B,1]): so many tokens get no feedback."""
-        x = self.model.get_input_embeddings()(input_ids)                              # [B,T,E]
+    def saved(self) -> dict[str, torch.Tensor]:
+        return {"W": self.W.weight.data}
+
+    def save(self, folder) -> None:
+        """Write the model's weights, and W in feedback.safetensors beside them."""
+        super().save(folder)
+        save_extra(self.saved(), folder, "feedback")
+
+    def load(self, folder) -> None:
+        load_extra(self.saved(), folder, "feedback")
+
+    def refined(self, x, rounds: int, fed=1, **where):
+        """x [B,T,E] -> the inputs x_t + W·h_{t−1} of the last of `rounds` Jacobi rounds; the first reads h from a pass without feedback.
+        fed [B,T,1]: 0 where a token has none before it."""
+        inputs = x
+        for _ in range(rounds):
+            h = self.model.base_model(inputs_embeds=inputs, use_cache=False, **where).last_hidden_state     # [B,T,E]
+            inputs = x + F.pad(self.W(h[:, :-1]), (0, 0, 1, 0)) * fed
+        return inputs
+
+    def hidden(self, input_ids, attention_mask=None, rounds: int | None = None) -> torch.Tensor:
+        """[B,T] -> last hidden states after `rounds` Jacobi rounds over the whole sequence, [B,T,E]."""
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         position = (real.cumsum(1) - 1).clamp(min=0)
-        fed, h = ((position >= prompt) & (position > 0))[..., None], torch.zeros_like(x)  # [B,T,1]
-        for _ in range((self.rounds if rounds is None else rounds) + 1):              # the first pass has no feedback: h = 0
-            back = F.pad(self.W(h[:, :-1]), (0, 0, 1, 0)) * fed                       # W·h_{t−1}
-            h = self.model.base_model(inputs_embeds=x + back, attention_mask=attention_mask, position_ids=position,
-                                      use_cache=False).last_hidden_state
-        return h
+        where = dict(attention_mask=attention_mask, position_ids=position)
+        x = self.refined(self.model.get_input_embeddings()(input_ids), self.rounds if rounds is None else rounds, (position > 0)[..., None], **where)
+        return self.model.base_model(inputs_embeds=x, use_cache=False, **where).last_hidden_state
 
     def serial(self, input_ids, prompt: int) -> torch.Tensor:
-        """The exact hybrid replay, [B,T] -> [B,T,E]: the prompt's parallel pass, then every token after the one before it."""
-        x, cache, h = self.model.get_input_embeddings()(input_ids), DynamicCache(), []
-        for t in [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, x.shape[1]))]:
-            back = self.W(h[-1][:, -1:]) if h else 0
-            h.append(self.model.base_model(inputs_embeds=x[:, t] + back, use_cache=True, **{self.cache_argument: cache}).last_hidden_state)
+        """The exact hybrid replay, [B,T] -> [B,T,E]: the prompt's parallel prefill, then every token after the one before it."""
+        x, cache = self.model.get_input_embeddings()(input_ids), DynamicCache()
+        h, step = [], self.refined(x[:, :prompt], self.rounds)
+        for t in range(prompt, x.shape[1] + 1):
+            h.append(self.model.base_model(inputs_embeds=step, use_cache=True, **{self.cache_argument: cache}).last_hidden_state)
+            step = x[:, t:t + 1] + self.W(h[-1][:, -1:])
         return torch.cat(h, 1)
 
     def new_cache(self, batch_size: int, max_length: int) -> FeedbackCache:
@@ -381,15 +413,28 @@ class Feedback(Policy):
         first = cache.length[rows] == 0
         x = self.model.get_input_embeddings()(input_ids.to(self.device))              # [n,S,E]
         prefill = bool(first.all())
+        if bool(first.any()) and not prefill:
+            raise ValueError("some rows are empty and others are not; feed the first tokens of all rows in one step: they are prefilled together")
+        if prefill:
+            x = self.refined(x[:, :int(lengths.max())], self.rounds)
         for s in range(1 if prefill else int(lengths.max())):                         # a prompt at once, anything else token by token
             take = lengths if prefill else (lengths > s).long()                       # [n]
-            back = self.W(cache.state[rows]) * ~first[:, None].to(self.device)        # [n,E]
-            now = x[:, :int(take.max())] if prefill else x[:, s:s + 1]
-            h = self.extend(cache, start, take, inputs_embeds=now + back[:, None])    # [n,S,E]
+            now = x if prefill else x[:, s:s + 1] + self.W(cache.state[rows])[:, None]
+            h = self.extend(cache, start, take, inputs_embeds=now)    # [n,S,E]
             take = take.to(self.device)
             newest = h[torch.arange(len(take), device=self.device), (take - 1).clamp(min=0)]
             cache.state[rows] = torch.where(take[:, None] > 0, newest, cache.state[rows])
         return self.head(cache.state[rows])
+
+
+def under_rule(policy: Policy, rule: str, chunk_size: int, rounds: int, folder=None) -> Policy:
+    """The same model under an execution rule: full (as it is), lastkv, feedback; with the α or W that `folder` holds, if any."""
+    if rule == "full":
+        return policy
+    policy = LastKV(policy.model, chunk_size) if rule == "lastkv" else Feedback(policy.model, rounds)
+    if folder and (Path(folder) / f"{rule}.safetensors").exists():
+        policy.load(folder)
+    return policy
 
 
 # ---- the comparison ----
@@ -416,22 +461,19 @@ def cache_bytes(policy, N: int) -> int:
 
 def rules(model, C: int, P: int, steps: int):
     """(name, policy that samples, replay, the serial execution that its gradient is held to, sequential stages of the replay)."""
-    plain, feedback, lastkv, whole = Policy(model), Feedback(model), LastKV(model, C), LastKV(model, P + steps)
+    plain, lastkv, whole, feedback = Policy(model), LastKV(model, C), LastKV(model, P + steps), [Feedback(model, K) for K in (1, 4, 16)]
+    exact = Feedback(model, P)                                 # so many rounds make the prompt's prefill serial, too
 
-    def jacobi(K, prompt):
-        return lambda ids: feedback.hidden(ids, rounds=K, prompt=prompt)
-
-    def hybrid(ids):
-        return feedback.serial(ids, P)
+    def hybrid(policy):
+        return lambda ids: policy.serial(ids, P)
 
     def truncated(**option):
         return lambda ids: lastkv.hidden(ids, **option)
 
     chunks = -(-(P + steps) // C)
     return [("ordinary transformer", plain, plain.hidden, whole.definition, 1),
-            *[(f"feedback, prompt too, K = {K}", feedback, jacobi(K, 0), hybrid, K + 1) for K in (1, 4, 16)],
-            *[(f"feedback, K = {K}", feedback, jacobi(K, P), hybrid, K + 1) for K in (1, 4, 16)],
-            ("feedback, exact hybrid", feedback, hybrid, jacobi(steps, P), steps + 1),
+            *[(f"feedback, K = {f.rounds}", f, f.hidden, hybrid(f), f.rounds + 1) for f in feedback],
+            (f"feedback, exact hybrid, K = {P}", exact, hybrid(exact), lambda ids: exact.hidden(ids, rounds=P + steps), P + 1 + steps),
             (f"LastKV, C = {C}", lastkv, lastkv.hidden, lastkv.definition, chunks),
             ("LastKV, keep_chunks = 2", lastkv, truncated(keep_chunks=2), lastkv.definition, chunks),
             ("LastKV, detach_history", lastkv, truncated(detach_history=True), lastkv.definition, chunks)]
@@ -450,7 +492,7 @@ def compare(model, C: int, steps: int, N: int) -> None:
     prompt, R = (f(*x, generator=generator, device=model.device) for f, x in ((torch.randint, (V, (B, P))), (torch.rand, (V,))))
     runs, truth, identity = {}, {}, []
     print(f"{B} rows of {P} prompt and {steps} sampled tokens; cache of one row at N = {N}; gradient: of layer 0, against autograd through "
-          "the\nserial execution; `prompt too`: the replay feeds the prompt back, which the sampler prefilled in parallel\n"
+          "the\nserial execution\n"
           f"\n{'replay':30}{'mean KL':>10}{'max |log ratio|':>17}{'stages':>8}{'cache bytes':>13}{'gradient error':>16}")
     for name, policy, replay, serial, stages in rules(model, C, P, steps):
         if policy not in runs:

@@ -123,6 +123,10 @@ class Policy:
         """What the optimizer updates; a tied weight appears once."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
+    def save(self, folder) -> None:
+        """Write the weights as a plain transformers folder."""
+        self.model.save_pretrained(folder)
+
     def new_cache(self, batch_size: int, max_length: int) -> SlotCache:
         return SlotCache(batch_size, max_length)
 

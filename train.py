@@ -25,13 +25,14 @@ from data import load_data, world_demonstrations, world_policy
 from eval import evaluate, figures, mean, print_table, show
 from mempo import (GATES, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference,
                    memory_rewards, micro_batches, ppo_loss)
-from policy import Chat, Policy, load_policy, pad_right, run_script
+from lastkv import under_rule
+from policy import Chat, load_policy, pad_right, run_script
 from reward import compute_score
 
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "steps": (40, 200), "lr": (3e-4, 1e-6), "cold_start_steps": (1000, 0)}
+            "top_k": (1, 5), "steps": (40, 200), "lr": (3e-4, 1e-6), "cold_start_steps": (600, 0)}
 
 
 def option(default, help: str, **metadata):
@@ -49,6 +50,10 @@ class ModelOptions:
     model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
     device: str | None = option(None, "cuda or cpu; cuda where there is one")
     dtype: str = option("float32", "weights: float32 or bfloat16", choices=["float32", "bfloat16"])
+    policy: str = option("full", "how the model is executed: full (an ordinary transformer), lastkv (recurrent in chunks), feedback (at every token)",
+                         choices=["full", "lastkv", "feedback"])
+    chunk_size: int = option(512, "lastkv: tokens a chunk")
+    replay_rounds: int = option(1, "feedback: parallel refinement rounds of the prefill and of the trainer's replay")
     seed: int = option(0, "of the weights made here, the questions and the sampling")
 
 
@@ -99,7 +104,7 @@ class OptimizerOptions:
     max_grad_norm: float = option(1.0, "gradient norm clip")
     token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
-    cold_start_lr: float = option(3e-3, "learning rate of the cold start, falling linearly")
+    cold_start_lr: float = option(6e-3, "learning rate of the cold start, falling linearly")
     keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
 
 
@@ -117,7 +122,7 @@ def parse_options(argv: list[str]) -> Namespace:
         if getattr(o, name) is None:
             setattr(o, name, defaults[bool(o.data)])
     for name, least in dict(group_size=2, questions_per_step=1, steps=0, max_turns=1, top_k=1, token_budget=1, max_response_tokens=1,
-                            max_turn_tokens=1, eval_questions=0, eval_turns=1, cold_start_steps=0).items():
+                            max_turn_tokens=1, eval_questions=0, eval_turns=1, cold_start_steps=0, chunk_size=1, replay_rounds=0).items():
         if getattr(o, name) < least:
             parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give at least {least}")
     if o.temperature <= 0:
@@ -223,7 +228,7 @@ def gold_text(question: dict) -> str:
 def train(policy, tokenizer, data, o: Namespace, out: Path) -> list:
     """The RL loop -> the last step's trajectories."""
     trajectories = []
-    reference = Policy(deepcopy(policy.model)) if o.kl_coef else None
+    reference = deepcopy(policy) if o.kl_coef else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0)
     generator = torch.Generator(policy.device).manual_seed(o.seed)
     bar = tqdm(range(o.steps), "RL", mininterval=1)
@@ -263,14 +268,15 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"the run folder {out} exists already; give another --out or remove it")
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     policy, tokenizer = load_policy(o.model or world_policy(out / "init", o.seed), o.dtype, o.device)
+    policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(o), indent=1) + "\n")
-    print(f"gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters on {policy.device}, seed {o.seed}")
+    print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters on {policy.device}, seed {o.seed}")
     torch.manual_seed(o.seed)
     result = {}
 
     def finish(name, folder):                                  # a stage's weights, and its rows of the table
-        policy.model.save_pretrained(out / folder)
+        policy.save(out / folder)
         tokenizer.save_pretrained(out / folder)
         if o.eval_questions:
             result[name] = evaluate(policy, tokenizer, data, o)

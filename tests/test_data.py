@@ -89,7 +89,7 @@ def test_demonstrated_memories_keep_about_half():
     """Keeps out a cold start that already teaches to remember."""
     rng, kept, known = random.Random(0), 0, 0
     for _ in range(300):
-        d = world_demonstration(rng, "full", 0.5, 0.0)
+        d = world_demonstration(rng, "full", 0.5)
         facts = 0
         for role, text, _ in d:
             facts += role == "result"
@@ -103,7 +103,7 @@ def test_unknown_values_are_shown_but_not_trained():
     """Keeps out demonstrations that teach to guess what the memory has lost."""
     rng = random.Random(1)
     for _ in range(200):
-        d = world_demonstration(rng, "compressed", 0.5, 0.0)
+        d = world_demonstration(rng, "compressed", 0.5)
         seen = " ".join(text for role, text, trained in d if role == "result" or (text.endswith("</mem>") and not trained))
         if any("<answer>" in text for _, text, _ in d):
             start = next(i for i, (_, text, _) in enumerate(d) if text.endswith("<answer>"))

@@ -357,7 +357,7 @@ def test_alpha_is_saved_and_loaded(tmp_path):
     other.load(tmp_path / "fixed")
     assert torch.equal(other.alpha, fixed.alpha)
     for wrong, folder in ((LastKV(m, 5), tmp_path), (fixed, tmp_path), (policy, tmp_path / "fixed"), (policy, tmp_path / "none")):
-        with pytest.raises(ValueError, match="build LastKV as|there is no"):
+        with pytest.raises(ValueError, match="build the policy as|there is no"):
             wrong.load(folder)
 
 
@@ -396,17 +396,22 @@ def test_toy_table():
 
 def test_feedback_rules():
     """Keeps out: a feedback rollout that is not the serial hybrid, rounds that do not converge to it, or a mismatch that is not there."""
-    policy, prompt = Feedback(model(initializer_range=0.05)), ids_of(2, 7)
-    ids, mu = sample(policy, prompt, 9, torch.Generator().manual_seed(0))
+    prompt, mismatch = ids_of(2, 7), []
+    for K in (0, 1, 2, 4, 12):
+        policy = Feedback(model(initializer_range=0.05), K)
+        ids, mu = sample(policy, prompt, 9, torch.Generator().manual_seed(0))
 
-    def gap(h):
-        return (torch.log_softmax(policy.head(h)[:, 6:-1].double(), -1) - mu).abs().max().item()
+        def gap(h):
+            return (torch.log_softmax(policy.head(h)[:, 6:-1].double(), -1) - mu).abs().max().item()
 
-    assert gap(policy.serial(ids, 7)) <= FINE and gap(policy.hidden(ids, rounds=9, prompt=7)) <= FINE
-    rounds = [gap(policy.hidden(ids, rounds=K, prompt=7)) for K in range(5)]
-    assert rounds == sorted(rounds, reverse=True) and rounds[1] > 1e-3
-    assert gap(policy.hidden(ids, rounds=16)) > 1e-2           # the prompt's own feedback, which prefill never had
+        assert gap(policy.serial(ids, 7)) <= FINE
+        mismatch.append(gap(policy.hidden(ids)))
+    assert mismatch == sorted(mismatch, reverse=True) and mismatch[1] > 1e-3 and mismatch[-1] <= FINE
     close(policy.hidden(ids, rounds=15), policy.serial(ids, 1))                    # T − 1 rounds are serial
+    x = policy.model.get_input_embeddings()(ids)
+    first = policy.model(inputs_embeds=x, output_hidden_states=True).hidden_states[-1]                     # by hand: one round
+    second = policy.model(inputs_embeds=torch.cat((x[:, :1], x[:, 1:] + first[:, :-1] @ policy.W.weight.T), 1), output_hidden_states=True)
+    close(policy.hidden(ids, rounds=1), second.hidden_states[-1])
 
 
 def test_feedback_cache_rows():
@@ -419,9 +424,10 @@ def test_feedback_cache_rows():
     cache.swap(0, 1)                                           # rows: 0, 1, 0
     logits = policy.step(torch.stack((rows[0, 5:12], rows[1, 3:10])), [6, 4], cache)
     close(logits, torch.stack((expect[0][10], expect[1][6])))
-    late = policy.new_cache(2, 14)                             # row 1 starts when row 0 runs already
+    late = policy.new_cache(2, 14)
     policy.step(rows[:1, :5], [5], late)
-    close(policy.step(torch.stack((rows[0, 5:9], rows[1, :4])), [4, 3], late), torch.stack((expect[0][8], expect[1][2])))
+    with pytest.raises(ValueError, match="some rows are empty"):
+        policy.step(rows[:, 5:9], [4, 3], late)
     mask = torch.tensor([[0] * 3 + [1] * 11, [1] * 14])
     close(policy.hidden(rows, mask, rounds=2)[0, 3:], policy.hidden(rows[:1, 3:], rounds=2)[0])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -127,6 +128,23 @@ def test_a_real_language_model_on_real_questions(tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").exists() and "<information>" in done.stdout
 
 
+@pytest.mark.parametrize("rule, tensors", [("full", None), ("lastkv", "alpha_logit"), ("feedback", "W")])
+def test_every_rule_trains_and_only_feedback_is_replayed_as_another_policy(tmp_path, rule, tensors):
+    """Keeps out a LastKV whose replay is not what it sampled, a comparison that shows no mismatch, and an α or W that is not saved."""
+    arguments = ("--policy", rule, "--chunk-size", 32, "--cold-start-steps", 6, "--steps", 2, "--questions-per-step", 2, "--group-size", 2,
+                 "--max-turns", 3, "--max-turn-tokens", 16, "--eval-questions", 3, "--eval-turns", 3, "--out", tmp_path / "run")
+    stdout = run("train.py", *arguments).stdout
+    first, second = lines(tmp_path / "run" / "metrics.jsonl")
+    for step in (first, second):
+        assert step["fed_twice"] == step["finished_rows_stepped"] == 0
+        assert (1e-3 < step["max_ratio_dev"] < 10) if rule == "feedback" else step["max_ratio_dev"] <= 1e-4
+    rows = lambda text: re.findall(r"^(?:cold_start|final) .*$", text, re.M)
+    assert len(rows(stdout)) == 4 and rows(run("eval.py", tmp_path / "run").stdout) == rows(stdout)
+    if tensors:
+        with safe_open(tmp_path / "run" / "model" / f"{rule}.safetensors", "pt") as file:
+            assert list(file.keys()) == [tensors] and float(file.get_tensor(tensors).abs().max()) > 0
+
+
 MISTAKES = [
     (["--data", "missing.jsonl", "--model", "x"], "no question file missing.jsonl"),
     (["--no-such-option"], "unknown option --no-such-option"),
@@ -134,6 +152,7 @@ MISTAKES = [
     (["--temperature", "0"], "--temperature is 0"),
     (["--data", "README.md", "--model", "x"], "README.md, line 1: not valid JSON"),
     (["--gate", "half"], "invalid choice: 'half'"),
+    (["--policy", "lastkv", "--chunk-size", "0"], "--chunk-size is 0"),
     (["--out", "tests/old"], "exists already"),
 ]
 
