@@ -182,37 +182,36 @@ def result(question: dict, retriever: Retriever, k: int) -> list:
     return [("result", retriever.search(question["steps"][k][1], 1), False)]
 
 
-def conversation(question: dict, retriever: Retriever, searches: int, kept) -> list:
+def conversation(question: dict, retriever: Retriever, searches: int, memory) -> list:
     """The script's turns until so many searches have their result, or, with one more, until the answer."""
     pieces, steps = [], question["steps"]
     for k in range(searches):
-        pieces += (write(kept(steps[:k])) if k else []) + act(question, k, steps[:k]) + (result(question, retriever, k) if k < len(steps) else [])
+        pieces += (memory(steps[:k]) if k else []) + act(question, k, steps[:k]) + (result(question, retriever, k) if k < len(steps) else [])
     return pieces
 
 
 def world_demonstration(rng: random.Random, kind: str, keep: float) -> list:
     """One scripted episode of a fresh training question, or a part of one; a known fact enters a memory with probability `keep`.
 
-    full: the whole conversation; compressed: one turn from what it sees at evaluation, in every other row with whole memories,
-    shown and not trained, so that acting on one is known; recall: the answer from a memory alone; history: the answer from a
-    conversation so far. In the last two, which are what the teacher scores, three rows of ten train unknown facts too, so that
-    P of a missing fact is low.
+    full: the whole conversation; compressed: one turn from what it sees at evaluation; recall: the answer from a memory
+    alone; history: the answer from a conversation so far. In every other row memories are whole, shown and not trained: how to
+    go on from one is known before anybody writes it. In the last two kinds, which are what the teacher scores, three rows of
+    ten train unknown facts too, so that P of a missing fact is low.
     """
-    question = next(question_stream(rng, "train"))
+    question, whole = next(question_stream(rng, "train")), rng.random() < 0.5
     steps, retriever = question["steps"], Retriever(question["documents"])
-    kept = lambda facts: [s for s in facts if rng.random() < keep]
+    kept = lambda facts: [fact for fact in facts if rng.random() < keep]
+    memory = lambda facts: untrained(write(facts)) if whole else write(kept(facts))
     opening, k = [("question", question["question"], False)], rng.randint(1, len(steps))       # k searches done
     if kind == "full":
-        return opening + conversation(question, retriever, len(steps) + 1, kept)
+        return opening + conversation(question, retriever, len(steps) + 1, memory)
     if kind == "compressed":
-        whole = rng.random() < 0.5
         before = steps[:k - 1] if whole else kept(steps[:k - 1])
         last = (write(before) if k > 1 else []) + act(question, k - 1, [])
         known = before + [steps[k - 1]]
-        memory = untrained(write(known)) if whole else write(kept(known))
-        return opening + untrained(last) + result(question, retriever, k - 1) + memory + act(question, k, known)
+        return opening + untrained(last) + result(question, retriever, k - 1) + memory(known) + act(question, k, known)
     known = kept(steps[:k]) if kind == "recall" else steps[:k]
-    context = write(known) if kind == "recall" else conversation(question, retriever, k, kept)
+    context = write(known) if kind == "recall" else conversation(question, retriever, k, memory)
     scaffold = [("policy", "\n<think>\n...\n</think>\n<answer>\n", False)]   # the teacher's, never the policy's own words
     return opening + untrained(context) + scaffold + answer_pieces(question, known, rng.random() < 0.3)
 

@@ -93,13 +93,17 @@ def show(tokenizer, t) -> str:
 
 
 def compare(folders: list[Path]) -> None:
-    """One line a run, from its result.json: what was trained, and the compressed and full EM at the end."""
-    print(f"{'run':<22}{'memory weight':>14}{'gate':>6}{'seed':>6}" + "".join(f"{title:>17}" for title in ("EM compressed", "at T=1", "EM full", "memory reward", "seconds")))
+    """One line a run, from its result.json: what was trained, and EM after the cold start, if it made one, and at the end."""
+    titles = ("start: full", "compressed", "end: full", "compressed", "T=1: full", "compressed", "P_mem-P_full", "seconds")
+    print(f"{'run':<14}{'weight':>7}{'gate':>6}{'seed':>6}" + "".join(f"{title:>13}" for title in titles))
     for folder in folders:
         o, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
-        final, last = result["final"], [json.loads(line)["memory_reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-5:]
-        cells = [f"{final[column]:.3f}" for column in ("em_compressed", "em_t1_compressed", "em_full")] + [f"{mean(last):+.3f}", f"{result['seconds']:.0f}"]
-        print(f"{folder.name:<22}{o['memory_weight']:>14}{o['gate']:>6}{o['seed']:>6}" + "".join(f"{cell:>17}" for cell in cells))
+        rewards = [json.loads(line)["memory_reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-5:]
+        cells = [f"{result[stage][column]:.3f}" if stage in result else "" for stage, column in (
+            ("cold_start", "em_full"), ("cold_start", "em_compressed"), ("final", "em_full"), ("final", "em_compressed"),
+            ("final", "em_t1_full"), ("final", "em_t1_compressed"))] + [f"{mean(rewards):+.3f}", f"{result['seconds']:.0f}"]
+        print(f"{folder.name:<14}{o['memory_weight']:>7}{o['gate']:>6}{o['seed']:>6}" + "".join(f"{cell:>13}" for cell in cells))
+    print("EM of held-out questions, greedy, and sampled at T=1; P_mem-P_full: the memory reward under the run's own gate, last five steps")
 
 
 def main(argv: list[str]) -> None:

@@ -48,7 +48,7 @@ def test_a_shown_trajectory_is_its_whole_text(capsys):
     """Keeps out a printed trajectory that loses or repeats tokens where the style changes."""
     tokenizer = world_tokenizer()
     ids = tokenizer.encode("<think>First Mira.</think><search>Mira</search>")
-    t = Trajectory(0, {"answers": ["x"]}, tokenizer.encode("Find Mira's hero."), ids, [1] * 4 + [0] * (len(ids) - 4), mem_spans=[(1, 3)], stop_reason="answer")
+    t = Trajectory(0, {"answers": ["x"]}, tokenizer.encode("Find Mira's pet."), ids, [1] * 4 + [0] * (len(ids) - 4), mem_spans=[(1, 3)], stop_reason="answer")
     assert show(tokenizer, t) == tokenizer.decode(t.prompt_ids + t.response_ids) + "\n[answer; gold: x]"
 
 
@@ -57,8 +57,11 @@ def test_runs_side_by_side(tmp_path, capsys):
     for name, em in (("a", 0.25), ("b", 0.75)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"memory_weight": 1.0, "gate": "full", "seed": 3}))
-        (tmp_path / name / "result.json").write_text(json.dumps({"final": {"em_compressed": em, "em_t1_compressed": 0.5, "em_full": 1.0}, "seconds": 7}))
+        final = {"em_full": 1.0, "em_compressed": em, "em_t1_full": 0.875, "em_t1_compressed": 0.5}
+        result = {"cold_start": {"em_full": 0.9, "em_compressed": 0.2}} if name == "a" else {}
+        (tmp_path / name / "result.json").write_text(json.dumps(result | {"final": final, "seconds": 7}))
         (tmp_path / name / "metrics.jsonl").write_text('{"memory_reward": -0.5}\n')
     main([str(tmp_path / "a"), str(tmp_path / "b")])
-    head, a, b = capsys.readouterr().out.splitlines()
-    assert a.split() == ["a", "1.0", "full", "3", "0.250", "0.500", "1.000", "-0.500", "7"] and b.split()[4] == "0.750"
+    head, a, b, _ = capsys.readouterr().out.splitlines()
+    assert a.split() == ["a", "1.0", "full", "3", "0.900", "0.200", "1.000", "0.250", "0.875", "0.500", "-0.500", "7"]
+    assert b.split() == ["b", "1.0", "full", "3", "1.000", "0.750", "0.875", "0.500", "-0.500", "7"]      # it began at another's cold start
