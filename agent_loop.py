@@ -130,7 +130,8 @@ class Episode:
     memory: AgentMemory
     pending: list[int]
     budget: int = 0                                            # tokens that this turn may still sample
-    pages: dict = field(default_factory=dict)                  # name -> pages of that document asked for so far
+    limit: str = "max_turns"                                   # what sets the budget, as a stop reason
+    pages: dict = field(default_factory=dict)                  # a document's pages -> how many were asked for so far
     sampled: list[int] = field(default_factory=list)           # this turn
     logprobs: list[float] = field(default_factory=list)
 
@@ -229,8 +230,8 @@ def act(episode: Episode, text: str, top_k: int) -> str | None:
         episode.memory.add("search_results", information(result))
     elif action == "access":
         pages = episode.retriever.access(argument)
-        name = " ".join(argument.casefold().split())
-        page = episode.pages[name] = episode.pages.get(name, 0) + 1
+        document = tuple(pages)                                # however it was named
+        page = episode.pages[document] = episode.pages.get(document, 0) + 1
         result = (pages[page - 1] if page <= len(pages) else
                   f"{argument} has {len(pages)} pages, all shown." if pages else f"There is no document named {argument}.")
         episode.memory.add("webpage", information(result), information(result[:100]))
@@ -251,7 +252,7 @@ def open_turn(chat: Chat, episode: Episode, limits: Limits, reply: list[int]) ->
             return
     t.append(reply)
     t.context_lengths.append(context)
-    episode.budget = min(room[0][1], room[1][1], limits.max_turn_tokens or 1 << 60)
+    episode.budget, episode.limit = min((room[0][1], "context"), (room[1][1], "max_tokens"), (limits.max_turn_tokens or 1 << 60, "max_turns"))
     episode.sampled, episode.logprobs = [], []
 
 
@@ -273,7 +274,8 @@ def close_turn(chat: Chat, episode: Episode, limits: Limits, counters: dict) -> 
     if result is None:
         t.stop_reason = "answer"
     elif len(t.turns) == limits.max_turns:
-        t.stop_reason = "max_turns"
+        cut = len(episode.sampled) == episode.budget and parse_action(t.turns[-1])[0] is None
+        t.stop_reason = episode.limit if cut else "max_turns"
     else:
         closed = chat.to_user[:1] == episode.sampled[-1:]      # the policy wrote the end of its turn itself
         reply = chat.to_user[closed:] + chat.encode(information(result)) + chat.header

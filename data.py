@@ -1,7 +1,7 @@
 """Questions and documents: the embedded world, JSONL, HotpotQA. Cold-start demonstrations.
 
-A question is a dict {"id", "question", "answers"} and maybe "documents" [{"id", "title", "text"}], which then are all that
-is searched for it. In the embedded world every question brings its own documents with facts drawn anew, so nothing can be
+A question is a dict {"question", "answers"}, an "id" where it is held out, and maybe "documents" [{"id", "title", "text"}],
+which then are all that is searched for it. In the embedded world every question brings its own documents with facts drawn anew, so nothing can be
 known by heart: an answer is found by searching and kept by remembering.
 
     questions = world_questions(8, seed=0, split="test")
@@ -45,7 +45,7 @@ SHAPES = [(1, 1, 1)] * 4 + [(1, 1)] * 2 + [(2, 1)] * 2 + [(2,), (1, 1, 1, 1)]  #
 
 
 def draw_name(rng: random.Random, kind: str, taken: set) -> str:
-    """A first word that is not taken: what everybody calls a person, a town or a thing."""
+    """A first word of that kind that is not taken; entities are called by it alone."""
     word = rng.choice([word for word in KIND[kind][0] if word not in taken])
     taken.add(word)
     return word
@@ -139,7 +139,7 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def world_policy(folder, seed: int) -> str:
-    """Write the tiny policy, a Qwen2 of 0.35 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
+    """Write the tiny policy, a Qwen2 of 0.37 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
     tokenizer = world_tokenizer()
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
                          intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True, initializer_range=0.05)
@@ -194,9 +194,9 @@ def world_demonstration(rng: random.Random, kind: str, keep: float) -> list:
     """One scripted episode of a fresh training question, or a part of one; a known fact enters a memory with probability `keep`.
 
     full: the whole conversation; compressed: one turn from what it sees at evaluation; recall: the answer from a memory
-    alone; history: the answer from a conversation so far. In every other row memories are whole, shown and not trained: how to
-    go on from one is known before anybody writes it. In the last two kinds, which are what the teacher scores, three rows of
-    ten train unknown facts too, so that P of a missing fact is low.
+    alone; history: the answer from a conversation so far. In half of the rows (but recall's) memories are whole, shown and not
+    trained: how to go on from one is known before anybody writes it. In the last two kinds, which are what the teacher scores,
+    three rows of ten train unknown facts too, so that P of a missing fact is low.
     """
     question, whole = next(question_stream(rng, "train")), rng.random() < 0.5
     steps, retriever = question["steps"], Retriever(question["documents"])
@@ -253,31 +253,64 @@ def read_json_lines(path) -> Iterator[tuple[int, dict]]:
                 yield number, row
 
 
+def read_array(path) -> Iterator[tuple[int, dict]]:
+    """(entry number, object) of a JSON array."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend it or download it again") from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, entry {number}: a JSON object is needed, not {type(row).__name__}")
+        yield number, row
+
+
+def gold_answers(row: dict) -> list[str] | None:
+    """The aliases under "answers", "golden_answers" or "answer": text or numbers; None if there is none of that kind."""
+    given = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key) not in (None, "", [])), None)
+    golds = given if isinstance(given, list) else [given]
+    return [str(gold) for gold in golds] if all(isinstance(gold, (str, int, float)) for gold in golds) else None
+
+
+def checked_document(row, where: str, number: int) -> dict:
+    """{"id", "title", "text"} of a document; a missing id is made from its number."""
+    if not isinstance(row, dict) or not isinstance(row.get("title"), str) or not isinstance(row.get("text"), str):
+        raise ValueError(f"{where}: a document needs a \"title\" and a \"text\"")
+    return {"id": str(row["id"] if row.get("id") is not None else number), "title": row["title"], "text": row["text"]}
+
+
 def read_questions(path) -> tuple[list[dict], list[dict]]:
     """(questions, the documents that came with them) of a JSONL file or of HotpotQA's .json, told apart by content.
 
-    JSONL: "question", "answer" or "answers" or "golden_answers", and maybe "id" and "documents". A missing id is made from the line number.
+    JSONL: "question", "answer" or "answers" or "golden_answers", and maybe "id" and "documents". A missing id is made from the
+    line number. Raises ValueError with file and line.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no question file {path}; --data takes JSONL or HotpotQA's .json")
     with open(path, encoding="utf-8-sig") as file:
-        start = file.read(1024).lstrip()[:1]
-        file.seek(0)
-        rows = enumerate(json.load(file), 1) if start == "[" else read_json_lines(path)
-        questions, documents = [], {}
-        for number, row in rows:
-            where = f"{path}, {'entry' if start == '[' else 'line'} {number}"
-            answers = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key) not in (None, "", [])), None)
-            if not isinstance(row.get("question"), str) or not row["question"].strip() or answers is None:
-                raise ValueError(f"{where}: needs a \"question\" and an \"answer\" (or \"answers\", \"golden_answers\")")
-            answers = [str(a) for a in answers] if isinstance(answers, list) else [str(answers)]
-            name = next((row[key] for key in ("id", "_id") if row.get(key) is not None), f"line-{number}")
-            question = {"id": str(name), "question": row["question"], "answers": answers}
-            if "documents" in row:
-                question["documents"] = row["documents"]
-            for title, sentences in row.get("context", []):    # HotpotQA's paragraphs
-                documents.setdefault((title, "".join(sentences)), {"id": str(len(documents)), "title": title, "text": "".join(sentences)})
-            questions.append(question)
+        array = file.read(1024).lstrip()[:1] == "["
+    questions, documents, ids = [], {}, set()
+    for number, row in (read_array if array else read_json_lines)(path):
+        where = f"{path}, {'entry' if array else 'line'} {number}"
+        answers = gold_answers(row)
+        if not isinstance(row.get("question"), str) or not row["question"].strip() or answers is None:
+            raise ValueError(f"{where}: needs a \"question\" and an \"answer\" (or \"answers\", \"golden_answers\") of text")
+        name = str(next((row[key] for key in ("id", "_id") if row.get(key) is not None), f"line-{number}"))
+        if name in ids:
+            raise ValueError(f"{where}: the id {name} stands twice; a question would be scored twice or trained on and held out at once")
+        ids.add(name)
+        question = {"id": name, "question": row["question"], "answers": answers}
+        if row.get("documents") is not None:
+            if not isinstance(row["documents"], list):
+                raise ValueError(f"{where}: \"documents\" must be a list of objects with a \"title\" and a \"text\"")
+            question["documents"] = [checked_document(d, where, i) for i, d in enumerate(row["documents"])]
+        try:
+            paragraphs = [(title, "".join(sentences)) for title, sentences in row.get("context") or []]     # HotpotQA's
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: \"context\" must be a list of [title, [sentence, ...]], as HotpotQA publishes it") from None
+        for title, text in paragraphs:
+            documents.setdefault((title, text), {"id": str(len(documents)), "title": title, "text": text})
+        questions.append(question)
     if not questions:
         raise ValueError(f"{path} holds no question")
     return questions, list(documents.values())
@@ -287,11 +320,7 @@ def read_corpus(path) -> list[dict]:
     """Documents of a JSONL file with "id", "title", "text"."""
     if not Path(path).is_file():
         raise ValueError(f"there is no corpus file {path}; --corpus takes JSONL with id, title and text")
-    documents = []
-    for number, row in read_json_lines(path):
-        if not isinstance(row.get("title"), str) or not isinstance(row.get("text"), str):
-            raise ValueError(f"{path}, line {number}: a document needs a \"title\" and a \"text\"")
-        documents.append({"id": str(row.get("id", number)), "title": row["title"], "text": row["text"]})
+    documents = [checked_document(row, f"{path}, line {number}", number) for number, row in read_json_lines(path)]
     if not documents:
         raise ValueError(f"{path} holds no document")
     return documents

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from agent_loop import INSTRUCTIONS, rollout
+from agent_loop import INSTRUCTIONS, parse_action, rollout
 from data import load_data
 from lastkv import under_rule
 from policy import load_policy, run_script
-from reward import em_check, extract_solution, f1_score, validate_format
+from reward import em_check, f1_score, validate_format
 
 COLUMNS = {"em": "EM", "em_t1": "EM at T=1", "f1": "F1", "format": "format", "turns": "turns", "tokens": "tokens", "peak": "peak"}
 HISTORIES = ("full", "compressed")
@@ -32,7 +32,8 @@ def mean(values) -> float:
 
 def figures(t) -> dict:
     """What one trajectory adds to the table; one without an answer is wrong."""
-    answer = extract_solution(t.turns[-1]) if t.turns else None
+    action, answer = parse_action(t.turns[-1]) if t.turns else (None, "")
+    answer = answer if action == "answer" else None            # one that was only thought of is none
     golds = t.question["answers"]
     return {"em": float(em_check(answer, golds)), "f1": f1_score(answer, golds), "format": float(validate_format(t.turns)[0]),
             "turns": len(t.turns), "tokens": sum(t.context_lengths) + sum(t.response_mask), "peak": max(t.context_lengths, default=0)}
@@ -126,6 +127,8 @@ def main(argv: list[str]) -> None:
             policy, tokenizer = load_policy(str(folder / weights), o.dtype, o.device)
             policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, folder / weights)
             result[name] = evaluate(policy, tokenizer, data, o)
+    if not result:
+        raise ValueError(f"{folder} holds no weights yet: the run was stopped before its first stage ended")
     print_table(result)
 
 

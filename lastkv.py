@@ -429,6 +429,9 @@ class Feedback(Policy):
 
 def under_rule(policy: Policy, rule: str, chunk_size: int, rounds: int, folder=None) -> Policy:
     """The same model under an execution rule: full (as it is), lastkv, feedback; with the α or W that `folder` holds, if any."""
+    for other in {"lastkv", "feedback"} - {rule}:
+        if folder and (Path(folder) / f"{other}.safetensors").exists():
+            raise ValueError(f"{folder} was trained with --policy {other}; give that, or remove its {other}.safetensors to drop what it learned")
     if rule == "full":
         return policy
     policy = LastKV(policy.model, chunk_size) if rule == "lastkv" else Feedback(policy.model, rounds)

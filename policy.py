@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -215,6 +216,7 @@ class Chat:
         opening, _, to_user, header = re.split("@[123]@", text)
         def trusted(piece):
             return tokenizer.encode(piece, add_special_tokens=False)
+        header = re.sub(r"<think>\s*$", "", header)             # a turn's own tags are the policy's, and <mem> comes first
         self.opening, self.to_user, self.header = trusted(opening), trusted(to_user), trusted(header)
         self.mem = self.encode("<mem>")
         special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -255,13 +257,22 @@ def resolve_name(name: str) -> str:
     return name
 
 
+def usable_device(device: str | None) -> str:
+    """The device asked for, or cuda where there is one, else cpu."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used here ({str(error).splitlines()[0]}); leave it out or give cpu") from None
+    return device
+
+
 def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     """(Policy, tokenizer) from a hub id, its short form, a folder of safetensors, or GGUF weights (a file or its folder).
 
     Pickled weights and remote code are refused. Raises ValueError, in one sentence, if there is nothing to load.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source, options = resolve_name(name), {}
+    device, source, options = usable_device(device), resolve_name(name), {}
     path = Path(source)
     gguf = [path] if path.suffix == ".gguf" and path.exists() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if gguf and not (path.is_dir() and (path / "config.json").exists()):
@@ -278,7 +289,9 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
         if not options:
             options["use_safetensors"] = True
         model = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, **options)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError, ValueError, SafetensorError) as error:
+        if path.exists():
+            raise ValueError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
         raise ValueError(f"cannot load {source} (from --model {name}): not found as a folder, in the local Hugging Face cache or "
                          f"on the hub; download it where there is a network (`hf download {source}`) and pass its folder "
                          f"({str(error).splitlines()[0]})") from error

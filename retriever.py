@@ -185,7 +185,7 @@ class Retriever:
         """(name as written -> document, folded name -> document), made at the first access: not every question needs it."""
         exact, folded = {}, {}
         titles = (title_and_text(self.documents, i)[0] for i in range(len(self.documents)))
-        ids = (str(document.get("id", "")) for document in self.documents)
+        ids = ("" if document.get("id") is None else str(document["id"]) for document in self.documents)
         for name_of_each in (titles, ids):                         # a title goes before an id: search shows titles only
             for i, name in enumerate(name_of_each):
                 exact.setdefault(name, i)

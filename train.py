@@ -3,8 +3,8 @@
     python train.py                                                 # the embedded world and a tiny policy, on a laptop
     python train.py --model Qwen2.5-1.5B --data hotpot.json         # the same loop with a real model, on one GPU
 
-The run's folder gets config.json, metrics.jsonl (a line a step), samples.jsonl, cold_start/ and model/ (plain transformers
-folders) and result.json. Letters: N trajectories, B rows of a micro-batch, T positions. Left out of the paper: the cold
+The run's folder gets config.json, metrics.jsonl (a line a step), samples.jsonl, init/, cold_start/ and model/ (plain
+transformers folders) and result.json. Letters: N trajectories, B rows of a micro-batch, T positions. Left out of the paper: the cold
 start's teacher model (demonstrations are scripted), several GPUs.
 """
 import json
@@ -21,12 +21,12 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
-from data import load_data, world_demonstrations, world_policy
+from data import load_data, world_demonstrations, world_policy, world_tokenizer
 from eval import evaluate, figures, mean, print_table, show
 from mempo import (GATES, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference,
                    memory_rewards, micro_batches, ppo_loss)
 from lastkv import under_rule
-from policy import Chat, load_policy, pad_right, run_script
+from policy import Chat, load_policy, pad_right, run_script, usable_device
 from reward import compute_score
 
 
@@ -92,7 +92,7 @@ class MemPOOptions:
     format_score: float = option(0.1, "score of a wrong answer in valid format")
     clip_low: float = option(0.2, "PPO clip below")
     clip_high: float = option(0.2, "PPO clip above")
-    kl_coef: float = option(0.0, "weight of the KL to the policy before RL; 0 keeps no reference")
+    kl_coef: float = option(0.0, "weight of the KL to the policy before RL, which moves groups without spread, too; 0 keeps no reference")
 
 
 @dataclass
@@ -127,6 +127,14 @@ def parse_options(argv: list[str]) -> Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give at least {least}")
     if o.temperature <= 0:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
+    for name, low, high in (("threshold", 0, 1), ("keep", 0, 1), ("clip_low", 0, 1), ("clip_high", 0, None), ("lr", 0, None), ("cold_start_lr", 0, None),
+                            ("kl_coef", 0, None), ("max_grad_norm", 0, None), ("format_score", 0, 1)):
+        if not low <= getattr(o, name) <= (high or float("inf")):
+            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give a value from {low}" + (f" to {high}" if high else ""))
+    if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):
+        parser.error("--dtype bfloat16 rounds small updates away, so training keeps float32 weights; leave it out, or give --steps 0")
+    if o.corpus and not o.data:
+        parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
     if o.data and not o.model:
         parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
     if o.data and o.cold_start_steps:
@@ -210,10 +218,11 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
         if reference is not None:
             with torch.no_grad():
                 ref_logp = reference.logprobs(ids, mask, o.temperature)
-            loss = loss + o.kl_coef * kl_to_reference(logp, ref_logp, mask)
+            kl = kl_to_reference(logp, ref_logp, mask)
+            loss, stats["kl_reference"] = loss + o.kl_coef * kl, kl.item()
         share = stats["tokens"] / max(total, 1)
         (loss * share).backward()
-        logged.update({"loss": loss.item() * share, "kl": stats["kl"] * share, "clip_fraction": stats["clip_fraction"] * share})
+        logged.update({"loss": loss.item() * share} | {name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
         logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
     optimizer.step()
@@ -266,9 +275,12 @@ def main(argv: list[str]) -> None:
     out = Path(o.out)
     if (out / "config.json").exists():
         raise ValueError(f"the run folder {out} exists already; give another --out or remove it")
+    usable_device(o.device)                                    # before anything is written
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     policy, tokenizer = load_policy(o.model or world_policy(out / "init", o.seed), o.dtype, o.device)
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
+    if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
+        raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr and --max-turn-tokens")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(o), indent=1) + "\n")
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters on {policy.device}, seed {o.seed}")

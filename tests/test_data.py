@@ -153,6 +153,30 @@ def test_answers_under_any_of_the_three_names(tmp_path):
     assert [q["answers"] for q in questions] == [["Ada", "Ada L."], ["x"], ["Ada"]]
 
 
+@pytest.mark.parametrize("line", [
+    '{"question":"Q","answers":[null]}', '{"question":"Q","answers":[["Ada"],["1815"]]}', '{"question":"Q","answer":{"value":"x"}}',
+    '{"question":"Q","answer":"x","context":"text"}', '{"question":"Q","answer":"x","documents":{"title":"t"}}', '{"question":"Q","answer":"x","documents":[{"title":"t"}]}',
+    '{"question":"Q","answer":"x","context":{"title":["t"],"sentences":[["s"]]}}', '{"id":"line-1","question":"Q","answer":"x"}'])
+def test_malformed_fields_name_file_and_line(tmp_path, line):
+    """Keeps out "None" or "['Ada']" as a right answer, documents that fail in the middle of a run, and a question that counts twice."""
+    with pytest.raises(ValueError, match="q.jsonl, line 2"):
+        read_questions(write(tmp_path / "q.jsonl", '{"question":"Q1","answer":"x","context":null}\n' + line + "\n"))
+
+
+@pytest.mark.parametrize("text, words", [('[{"question": "Q"},, ]', "q.json, line 1: not valid"), ("[1]", "q.json, entry 1: a JSON object")])
+def test_a_broken_array_names_its_file(tmp_path, text, words):
+    """Keeps out a JSON error without a file, and a traceback for an entry that is no object."""
+    with pytest.raises(ValueError, match=words):
+        read_questions(write(tmp_path / "q.json", text))
+
+
+def test_a_null_id_is_a_missing_one(tmp_path):
+    """Keeps out the shared id "None" in a corpus, under which access("None") opens a document."""
+    path = write(tmp_path / "c.jsonl", '{"id":null,"title":"A","text":"x"}\n{"id":null,"title":"B","text":"y"}\n')
+    assert [d["id"] for d in read_corpus(path)] == ["1", "2"]
+    assert Retriever([{"id": None, "title": "A", "text": "x"}]).access("None") == []
+
+
 def test_corpus_lines(tmp_path):
     """Keeps out a corpus line without a text that fails at search time."""
     good = write(tmp_path / "c.jsonl", '{"id":"7","title":"Bergen","text":"A city."}\n')

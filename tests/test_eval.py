@@ -27,6 +27,12 @@ def test_figures_of_one_trajectory():
     assert row == {"em": 0.0, "f1": pytest.approx(2 / 3), "format": 1.0, "turns": 1, "tokens": 5 + 9 + 2, "peak": 9}
 
 
+@pytest.mark.parametrize("turn", ["<think>perhaps <answer>Bergen</answer></think><search>x</search>", "<think>perhaps <answer>Bergen</answer>"])
+def test_an_answer_that_was_only_thought_of_is_none(turn):
+    """Keeps out a table that counts episodes right which never answered."""
+    assert figures(answered([turn]))["em"] == figures(answered([turn]))["f1"] == 0.0
+
+
 def test_last_incomplete_batch_is_evaluated_in_order(tmp_path):
     """Keeps out an evaluation that shuffles or drops the last batch."""
     policy, tokenizer = load_policy(world_policy(tmp_path, 0))

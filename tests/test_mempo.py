@@ -1,6 +1,7 @@
 """Teacher scoring, memory rewards, advantages and the clipped loss (mempo.py). Run: python -m pytest tests/test_mempo.py -q"""
 import math
 from argparse import Namespace
+from copy import deepcopy
 
 import pytest
 import torch
@@ -392,3 +393,37 @@ def test_a_prompt_that_does_not_fit_does_not_stop_training(others):
     figures = update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.1), trajectories, advantages, OPTIONS)
     assert figures["trained_tokens"] == 2 * others and math.isfinite(figures["grad_norm"])
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+
+
+def test_the_update_scores_at_the_sampling_temperature():
+    """Keeps out ratios other than 1 before any update: sampled at T = 0.5, and trained or held to the reference at 1."""
+    policy, o = Policy(tiny_model(40)), Namespace(**vars(OPTIONS) | {"temperature": 0.5, "kl_coef": 0.3})
+    t = trajectory(policy, 0, [1, 2], [3, 4, 5], [1, 0, 1])
+    t.rollout_logprobs = policy.logprobs(torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 1, 0, 1]]), 0.5)[0, 2:].tolist()
+    figures = update(policy, deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0), [t], torch.ones(1, 3), o)
+    assert figures["max_ratio_dev"] <= 1e-5 and figures["kl_reference"] <= 1e-6
+    close(figures["loss"], -1.0, 1e-5)                          # the reference is the policy: no KL at the same T
+
+
+def test_a_group_without_spread_moves_by_the_kl_alone():
+    """Keeps out a flat group that moves the weights without a KL term, and by more than the KL with one."""
+    policy, reference = Policy(tiny_model(40)), Policy(tiny_model(40, seed=1))
+    rows, ids, mask = [trajectory(policy, 0, [1, 2], [3, 4], [1, 1])] * 2, torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1]])
+    kl = 0.5 * kl_to_reference(policy.logprobs(ids, mask), reference.logprobs(ids, mask).detach(), mask)
+    expected = torch.autograd.grad(kl, policy.parameters())
+    for coef, ref in ((0.0, None), (0.5, reference)):
+        update(policy, ref, torch.optim.SGD(policy.parameters(), lr=0.0), rows, torch.zeros(2, 2), Namespace(**vars(OPTIONS) | {"kl_coef": coef}))
+        for p, g in zip(policy.parameters(), expected):
+            torch.testing.assert_close(p.grad, g * bool(coef), atol=1e-6, rtol=1e-4)
+    assert all(p.grad is None for p in reference.parameters())
+
+
+def test_a_step_without_a_trained_token_leaves_weights_and_moments():
+    """Keeps out a batch with nothing to train that moves the weights by old momentum."""
+    policy = Policy(tiny_model(40))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+    update(policy, None, optimizer, [trajectory(policy, 0, [1, 2], [3, 4], [1, 1])], torch.ones(1, 2), OPTIONS)
+    before = [p.detach().clone() for p in policy.parameters()]
+    update(policy, None, optimizer, [trajectory(policy, 0, list(range(30)))], torch.zeros(1, 1), OPTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+    assert {int(s["step"]) for s in optimizer.state.values()} == {1}

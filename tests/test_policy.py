@@ -360,3 +360,25 @@ def test_tied_weights_stay_tied(tmp_path):
         torch.optim.SGD(loaded.parameters(), lr=0.1).step()
         assert embedding.data_ptr() == output.data_ptr() and not torch.equal(loaded.replay(ids), policy.replay(ids))
         policy = loaded
+
+
+def test_a_think_that_the_template_opens_is_left_to_the_policy():
+    """Keeps out a model whose template prefills <think>: no turn of it could be in valid format, and <mem> would stand inside it."""
+    tokenizer = greedy_tokenizer(template=TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    assert tokenizer.decode(Chat(tokenizer).prompt("Q")).endswith("assistant\n")
+    assert tokenizer.decode(Chat(tokenizer).messages(MESSAGES)) == STREAM
+
+
+def test_a_base_model_stops_at_the_templates_end_of_turn_too():
+    """Keeps out a base model, whose eos is another token, that runs on into the user's turn."""
+    tokenizer = greedy_tokenizer()
+    end, tokenizer.eos_token = tokenizer.eos_token_id, "<|endoftext|>"
+    chat = Chat(tokenizer)
+    assert chat.stops == {end, tokenizer.eos_token_id} and len(chat.stops) == 2
+    assert chat.decode([*chat.encode("Lisbon"), end, tokenizer.eos_token_id]) == "Lisbon"
+
+
+def test_a_device_that_is_not_there_is_one_sentence():
+    """Keeps out a traceback for --device cuda on a machine without it."""
+    with pytest.raises(ValueError, match="--device gpu cannot be used here"):
+        load_policy("anything", device="gpu")

@@ -33,23 +33,26 @@ def lines(path):
 def short_run(tmp_path_factory):
     """A real training run of the embedded world, shorter than the default one."""
     out = tmp_path_factory.mktemp("run") / "mempo"
-    done = run("train.py", "--cold-start-steps", 400, "--steps", 4, "--eval-questions", 24, "--eval-turns", 8, "--out", out)
+    done = run("train.py", "--cold-start-steps", 320, "--steps", 12, "--eval-questions", 60, "--eval-turns", 8, "--out", out)
     return out, done.stdout
 
 
 def test_short_run_improves(short_run):
-    """Keeps out a trainer that runs and does not learn: random weights answer nothing; after a short cold start the policy
-    searches, keeps the format and finds part of the values."""
-    result = json.loads((short_run[0] / "result.json").read_text())
-    assert result["cold_start"]["format_full"] > 0.5 and result["cold_start"]["f1_full"] > 0.2
-    assert result["final"]["f1_full"] > 0.2 and result["seed"] == 0 and result["seconds"] > 0
+    """Keeps out a trainer that runs and does not learn: random weights answer nothing; after a short cold start the policy finds
+    most values with the full history and loses many without it; a few steps of MemPO later its memories carry more."""
+    result, steps = json.loads((short_run[0] / "result.json").read_text()), lines(short_run[0] / "metrics.jsonl")
+    cold, final = result["cold_start"], result["final"]
+    assert cold["f1_full"] > 0.5 and cold["format_full"] > 0.7 and cold["em_compressed"] < cold["em_full"]
+    first, last = (sum(s["memory_reward"] for s in part) / 3 for part in (steps[:3], steps[-3:]))
+    assert last > first + 0.05 and final["em_compressed"] > cold["em_compressed"]
+    assert result["seed"] == 0 and result["seconds"] > 0
 
 
 def test_every_step_logs_every_figure_and_replay_equals_rollout(short_run):
     """Keeps out a missing metric, and any difference between the sampler's and the trainer's policy."""
     out, _ = short_run
     steps = lines(out / "metrics.jsonl")
-    assert [s["step"] for s in steps] == list(range(4))
+    assert [s["step"] for s in steps] == list(range(12))
     for s in steps:
         assert METRICS <= set(s) and s["max_ratio_dev"] <= 1e-4 and abs(s["kl"]) <= 1e-6 and s["clip_fraction"] == 0
         assert s["fed_twice"] == s["finished_rows_stepped"] == s["after_stop"] == 0 and sum(s["stop_reasons"].values()) == 96
@@ -58,6 +61,8 @@ def test_every_step_logs_every_figure_and_replay_equals_rollout(short_run):
 def test_what_a_run_leaves_behind(short_run):
     """Keeps out a run that cannot be read, loaded or repeated afterwards."""
     out, stdout = short_run
+    first = json.loads((out / "result.json").read_text())
+    assert first["cold_start"]["n"] == first["final"]["n"] == 60 and "60 held-out questions" in stdout      # as --eval-questions says
     assert {"config.json", "metrics.jsonl", "samples.jsonl", "result.json", "model", "cold_start"} <= {p.name for p in out.iterdir()}
     result = json.loads((out / "result.json").read_text())
     for stage in ("cold_start", "final"):
@@ -106,7 +111,7 @@ def test_a_local_folder_with_a_bpe_tokenizer_runs_two_iterations(tmp_path):
     documents = [{"title": "Bergen", "text": "Bergen lies in Norway."}, {"title": "Lima", "text": "Lima lies in Peru."}]
     data.write_text("".join(json.dumps({"question": f"Where is {t}?", "answer": a, "documents": documents}) + "\n" for t, a in (("Bergen", "Norway"), ("Lima", "Peru"))))
     run("train.py", "--model", folder, "--data", data, "--steps", 2, "--questions-per-step", 2, "--group-size", 2, "--max-turns", 3,
-        "--max-turn-tokens", 24, "--max-response-tokens", 400, "--out", tmp_path / "run", "--lr", 1e-3)
+        "--max-turn-tokens", 24, "--max-response-tokens", 400, "--out", tmp_path / "run", "--lr", 1e-3, "--temperature", 0.7, "--kl-coef", 0.1)
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 2 and all(s["max_ratio_dev"] < 1e-4 and s["fed_twice"] == 0 for s in steps)
     before = Qwen2ForCausalLM.from_pretrained(folder).state_dict()
@@ -141,6 +146,8 @@ def test_every_rule_trains_and_only_feedback_is_replayed_as_another_policy(tmp_p
     rows = lambda text: re.findall(r"^(?:cold_start|final) .*$", text, re.M)
     assert len(rows(stdout)) == 4 and rows(run("eval.py", tmp_path / "run").stdout) == rows(stdout)
     if tensors:
+        done = run("train.py", "--model", tmp_path / "run" / "model", "--cold-start-steps", 0, "--out", tmp_path / "other", check=False)
+        assert done.returncode == 2 and f"was trained with --policy {rule}" in done.stderr
         with safe_open(tmp_path / "run" / "model" / f"{rule}.safetensors", "pt") as file:
             assert list(file.keys()) == [tensors] and float(file.get_tensor(tensors).abs().max()) > 0
 
@@ -153,6 +160,10 @@ MISTAKES = [
     (["--data", "README.md", "--model", "x"], "README.md, line 1: not valid JSON"),
     (["--gate", "half"], "invalid choice: 'half'"),
     (["--policy", "lastkv", "--chunk-size", "0"], "--chunk-size is 0"),
+    (["--threshold", "1.5"], "--threshold is 1.5; give a value from 0 to 1"),
+    (["--corpus", "wiki.jsonl"], "--corpus needs --data"),
+    (["--dtype", "bfloat16"], "rounds small updates away"),
+    (["--device", "gpu"], "--device gpu cannot be used here"),
     (["--out", "tests/old"], "exists already"),
 ]
 
