@@ -22,78 +22,77 @@ from retriever import Retriever
 
 # ---- the embedded world: people, places and things ----
 
-PERSON = "Ada Bela Cora Dina Edda Fenn Gita Hugo Ines Jonas Kira Lars Mira Nils Olga Piet Quin Rosa Sven Toma Ulla Vera Willem Yara".split()
-FAMILY = "Berg Carr Dahl Frost Holm Lind North Stone".split()
-TOWN = "Alder Brack Corwen Dorn Elmet Farrow Gilt Harl Ister Jura Kelso Lorne Marl Nidd Orrin Pell Ravn Selk Tarn Usk Velden Wick Yarrow Zell".split()
-PART = "Bay Cross Gate Hill Mill Park Side Well".split()
-RIVER = "Amble Brue Clyst Dove Ebble Fal Glyme Hodder Irfon Kenn Leven Medway Neet Otter Plym Rye Swale Teme Ure Wye".split()
-THING = "bell chair clock crown cup drum fan harp key lamp mask mirror ring robe sword vase".split()
-PET = "badger cat crow dog goat hare horse jay lamb magpie mouse newt owl parrot pony rabbit raven robin swan toad".split()
-SIGN = "Amber Azure Bold Brave Copper Crimson Dusty Gentle Golden Jolly Laughing Merry Noble Proud Quiet Royal Silver Sleepy Wild Wise".split()
-PRICE = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen twenty thirty forty fifty sixty".split()
-KIND = {"person": (PERSON, FAMILY), "town": (TOWN, PART), "thing": (THING, None), "river": (RIVER, "Beck Brook Run Water".split()),
-        "pet": (PET, "Bello Fleck Max Pip Rex Socks Tip Wolly".split()), "inn": (SIGN, "Anchor Bear Crane Eagle Fox Lion Stag Unicorn".split()),
-        "price": (PRICE, "crowns ducats florins groats guilders marks shillings thalers".split())}
-# relation -> (kind of entity, kind of value). A question's parts stand in this order; those of VIA only lead to another. Each
-# asked relation has a kind of values of its own: a model of two layers finds a word by its kind long before it finds it by its key.
-RELATION = {"pet": ("person", "pet"), "river": ("town", "river"), "mayor": ("town", "person"), "inn": ("town", "inn"),
-            "price": ("thing", "price"), "birthplace": ("person", "town"), "home": ("thing", "town")}
-VIA = ("birthplace", "home")
+KIND = {kind: words.split() for kind, words in {                # what entities are called
+    "person": "Ada Bela Cora Dina Edda Fenn Gita Hugo Ines Jonas Kira Lars Mira Nils Olga Piet Quin Rosa Sven Toma Ulla Vera Willem Yara",
+    "town": "Alder Brack Corwen Dorn Elmet Farrow Gilt Harl Ister Jura Kelso Lorne Marl Nidd Orrin Pell Ravn Selk Tarn Usk Velden Wick Yarrow Zell",
+    "street": "Abbey Bishop Castle Chapel Church College Ferry Garden Harbour King Market Orchard Palace Priory Queen School Station Temple Theatre Tower",
+    "ship": "Albatross Cormorant Curlew Dolphin Falcon Gannet Heron Kestrel Lark Merlin Osprey Petrel Plover Puffin Seagull Sparrow Swallow Tern Thrush Wren",
+    "thing": "bell chair clock crown cup drum fan harp key lamp mask mirror ring robe sword vase"}.items()}
+VALUE = {kind: (first.split(), second.split()) for kind, first, second in (   # two words each
+    ("pet", "badger cat crow dog goat hare horse jay lamb magpie mouse newt owl parrot pony rabbit raven robin swan toad", "Bello Fleck Max Pip Rex Socks Tip Wolly"),
+    ("river", "Amble Brue Clyst Dove Ebble Fal Glyme Hodder Irfon Kenn Leven Medway Neet Otter Plym Rye Swale Teme Ure Wye", "Beck Brook Run Water"),
+    ("inn", "Amber Azure Bold Brave Copper Crimson Dusty Gentle Golden Jolly Laughing Merry Noble Proud Quiet Royal Silver Sleepy Wild Wise", "Anchor Bear Crane Eagle Fox Lion Stag Unicorn"),
+    ("cargo", "barley butter cider cloth coal cotton flour honey hops ink lace oats pepper rope salt silk soap tea wool yarn", "bags bales barrels boxes casks crates sacks tubs"),
+    ("price", "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen twenty thirty forty fifty sixty", "crowns ducats florins groats guilders marks shillings thalers"))}
+VALUE["town"] = (KIND["town"], "Bay Cross Gate Hill Mill Park Side Well".split())
+# relation -> (kind of entity, kind of value), in the order in which a question's parts stand; those of VIA only lead to a town. A
+# question asks about each kind once: a model of two layers finds a word by its kind long before it finds it by its key.
+RELATION = {"pet": ("person", "pet"), "river": ("town", "river"), "inn": ("street", "inn"), "cargo": ("ship", "cargo"), "price": ("thing", "price"),
+            "birthplace": ("person", "town"), "port": ("ship", "town"), "home": ("thing", "town")}
+VIA = ("birthplace", "port", "home")
 REMARK = {"person": ("trade", "baker clerk farmer miller potter smith".split()), "town": ("tree", "ash beech elm lime oak pine".split()),
-          "thing": ("colour", "black blue green grey red white".split())}  # what documents say besides, and nobody asks
-SHAPES = [(1, 1, 1)] * 4 + [(1, 1)] * 2 + [(2, 1)] * 2 + [(2,), (1, 1, 1, 1)]  # hops of each part of a question
+          "street": ("shop", "bakery bookshop grocery pharmacy smithy tailor".split()), "ship": ("flag", "black blue green grey red white".split()),
+          "thing": ("colour", "black blue green grey red white".split())}   # what documents say besides, and nobody asks
+SHAPES = [(3, False)] * 3 + [(4, False)] * 2 + [(2, False), (2, True), (1, True)]   # parts of a question; whether one has two hops
 
 
-def draw_name(rng: random.Random, kind: str, taken: set) -> str:
-    """A first word of that kind that is not taken; entities are called by it alone."""
-    word = rng.choice([word for word in KIND[kind][0] if word not in taken])
+def draw(rng: random.Random, words: list[str], taken: set) -> str:
+    """A word that is not taken yet."""
+    word = rng.choice([word for word in words if word not in taken])
     taken.add(word)
     return word
 
 
 def draw_value(rng: random.Random, kind: str, taken: set) -> str:
     """Two words; the second follows from the first seven times in ten."""
-    first, (firsts, seconds) = draw_name(rng, kind, taken), KIND[kind]
+    firsts, seconds = VALUE[kind]
+    first = draw(rng, firsts, taken)
     return f"{first} {seconds[firsts.index(first) % len(seconds)] if rng.random() < 0.7 else rng.choice(seconds)}"
 
 
-def draw_paths(rng: random.Random, shape) -> list[list[str]]:
-    """A path of relations for each part, ending in different ones; a longer path leads through a relation of VIA."""
-    ends = rng.sample([r for r in RELATION if r not in VIA], len(shape))
-    towns = [r for r, (kind, _) in RELATION.items() if kind == "town"]
-    for part, hops in enumerate(shape):
-        if hops == 2 and ends[part] not in towns:              # only towns are reached by a first hop
-            ends[part] = rng.choice([r for r in towns if r not in ends])
-    paths = [[end] if hops == 1 else [rng.choice(VIA), end] for end, hops in zip(ends, shape)]
-    return sorted(paths, key=lambda path: list(RELATION).index(path[-1]))
+def draw_paths(rng: random.Random, parts: int, chain: bool) -> list[list[str]]:
+    """A path of relations for each part; a chain leads through a relation of VIA, from a kind not asked about, to a town's river."""
+    ends = rng.sample([r for r in RELATION if r not in VIA], parts)
+    if chain and "river" not in ends:
+        ends[0] = "river"
+    kinds = {RELATION[end][0] for end in ends}
+    via = [rng.choice([r for r in VIA if RELATION[r][0] not in kinds])] if chain else []
+    return [via + [end] if end == "river" else [end] for end in sorted(ends, key=list(RELATION).index)]
 
 
-def describe(rng: random.Random, entity: str, relation: str, value: str) -> dict:
+def describe(rng: random.Random, entity: str, relation: str, value: str, near: str = "") -> dict:
     """The document of an entity: its title, the fact, the value right behind its relation, and a remark before or after."""
     remark, words = REMARK[RELATION[relation][0]]
     facts = [f"{relation} {value}", f"{remark} {rng.choice(words)}"]
     rng.shuffle(facts)
-    return {"title": entity, "text": f"{entity} has {facts[0]}, {facts[1]}."}
+    return {"title": entity, "text": f"{entity} has {facts[0]}, {facts[1]}{near}."}
 
 
 def world_question(rng: random.Random) -> dict:
     """One question with its own documents, and "steps": its searches as (part, entity, relation, value)."""
     taken, steps, parts, answers, documents = set(), [], [], [], []
-    for part, path in enumerate(draw_paths(rng, rng.choice(SHAPES))):
-        entity = draw_name(rng, RELATION[path[0]][0], taken)
-        parts.append(" ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
+    for part, path in enumerate(draw_paths(rng, *rng.choice(SHAPES))):
+        entity = draw(rng, KIND[RELATION[path[0]][0]], taken)
+        parts.append(f"{part + 1} " + " ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
         for relation in path:
             value = draw_value(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
             documents.append(describe(rng, entity, relation, value))
             entity = value.split()[0]
         answers.append(f"{relation} {value}")
-    for _, entity, relation, _ in steps:                       # others that mention the entity, so that ranking matters
-        fitting = [r for r, (_, kind) in RELATION.items() if kind == RELATION[relation][0]]
-        if fitting:
-            r = rng.choice(fitting)
-            other = draw_name(rng, RELATION[r][0], taken)
-            documents.append(describe(rng, other, r, f"{entity} {rng.choice(KIND[RELATION[r][1]][1])}"))
+    for _, entity, relation, _ in steps:                       # others of its kind that mention the entity, so that ranking matters
+        other = draw(rng, KIND[RELATION[relation][0]], taken)
+        documents.append(describe(rng, other, relation, draw_value(rng, RELATION[relation][1], taken), f", near {entity}"))
     rng.shuffle(documents)
     documents = [{"id": str(i), **document} for i, document in enumerate(documents)]
     return {"question": "Find " + ", ".join(parts) + ".", "answers": ["; ".join(answers)], "documents": documents, "steps": steps}
@@ -125,9 +124,9 @@ WORLD_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' +
 
 def world_tokenizer() -> PreTrainedTokenizerFast:
     """Word level: one token a word, a tag or a punctuation mark; the same interface as any BPE tokenizer."""
-    words = sorted({w for lists in KIND.values() for words in lists if words for w in words} | set(RELATION)
+    words = sorted({w for words in KIND.values() for w in words} | {w for lists in VALUE.values() for words in lists for w in words} | set(RELATION)
                    | {w for remark, words in REMARK.values() for w in (remark, *words)})
-    words += ("the The of has is Find First next Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
+    words += ("the The of has is Find near Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
     tags = [f"<{slash}{tag}>" for tag in ("mem", "think", "search", "access", "answer", "information") for slash in ("", "/")]
     vocabulary = dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", *tags, *".,;:[]&'\"", "'s", *map(str, range(10)), "lt", "gt", *words])
@@ -172,8 +171,8 @@ def write(facts) -> list:
 def act(question: dict, k: int, known) -> list:
     """Thought and action after k searches."""
     if k < len(question["steps"]):
-        entity, last = question["steps"][k][1], f"{question['steps'][k - 1][1]}, next" if k else "First"
-        return [("policy", f"<think>{last} {entity}.</think><search>{entity}</search>", True)]
+        part, entity, _, _ = question["steps"][k]
+        return [("policy", f"<think>{part + 1} {entity}.</think><search>{entity}</search>", True)]
     return [("policy", "<think>I have them all.</think><answer>", True), *answer_pieces(question, known), ("policy", "</answer>", True)]
 
 

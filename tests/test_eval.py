@@ -53,7 +53,7 @@ def test_special_tokens_are_taken_off_by_id_before_scoring():
 def test_a_shown_trajectory_is_its_whole_text(capsys):
     """Keeps out a printed trajectory that loses or repeats tokens where the style changes."""
     tokenizer = world_tokenizer()
-    ids = tokenizer.encode("<think>First Mira.</think><search>Mira</search>")
+    ids = tokenizer.encode("<think>1 Mira.</think><search>Mira</search>")
     t = Trajectory(0, {"answers": ["x"]}, tokenizer.encode("Find Mira's pet."), ids, [1] * 4 + [0] * (len(ids) - 4), mem_spans=[(1, 3)], stop_reason="answer")
     assert show(tokenizer, t) == tokenizer.decode(t.prompt_ids + t.response_ids) + "\n[answer; gold: x]"
 
