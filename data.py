@@ -25,15 +25,21 @@ from retriever import Retriever
 KIND = {kind: words.split() for kind, words in {                # what entities are called
     "person": "Ada Bela Cora Dina Edda Fenn Gita Hugo Ines Jonas Kira Lars Mira Nils Olga Piet Quin Rosa Sven Toma Ulla Vera Willem Yara",
     "town": "Alder Brack Corwen Dorn Elmet Farrow Gilt Harl Ister Jura Kelso Lorne Marl Nidd Orrin Pell Ravn Selk Tarn Usk Velden Wick Yarrow Zell",
-    "street": "Abbey Bishop Castle Chapel Church College Ferry Garden Harbour King Market Orchard Palace Priory Queen School Station Temple Theatre Tower",
-    "ship": "Albatross Cormorant Curlew Dolphin Falcon Gannet Heron Kestrel Lark Merlin Osprey Petrel Plover Puffin Seagull Sparrow Swallow Tern Thrush Wren",
+    "street": "Abbey Bishop Castle Chapel Church College Ferry Garden Harbour King Market Orchard "
+        "Palace Priory Queen School Station Temple Theatre Tower",
+    "ship": "Albatross Cormorant Curlew Dolphin Falcon Gannet Heron Kestrel Lark Merlin Osprey Petrel "
+        "Plover Puffin Seagull Sparrow Swallow Tern Thrush Wren",
     "thing": "bell chair clock crown cup drum fan harp key lamp mask mirror ring robe sword vase"}.items()}
 VALUE = {kind: (first.split(), second.split()) for kind, first, second in (   # two words each
-    ("pet", "badger cat crow dog goat hare horse jay lamb magpie mouse newt owl parrot pony rabbit raven robin swan toad", "Bello Fleck Max Pip Rex Socks Tip Wolly"),
+    ("pet", "badger cat crow dog goat hare horse jay lamb magpie mouse newt owl "
+        "parrot pony rabbit raven robin swan toad", "Bello Fleck Max Pip Rex Socks Tip Wolly"),
     ("river", "Amble Brue Clyst Dove Ebble Fal Glyme Hodder Irfon Kenn Leven Medway Neet Otter Plym Rye Swale Teme Ure Wye", "Beck Brook Run Water"),
-    ("inn", "Amber Azure Bold Brave Copper Crimson Dusty Gentle Golden Jolly Laughing Merry Noble Proud Quiet Royal Silver Sleepy Wild Wise", "Anchor Bear Crane Eagle Fox Lion Stag Unicorn"),
-    ("cargo", "barley butter cider cloth coal cotton flour honey hops ink lace oats pepper rope salt silk soap tea wool yarn", "bags bales barrels boxes casks crates sacks tubs"),
-    ("price", "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen twenty thirty forty fifty sixty", "crowns ducats florins groats guilders marks shillings thalers"))}
+    ("inn", "Amber Azure Bold Brave Copper Crimson Dusty Gentle Golden Jolly Laughing Merry "
+        "Noble Proud Quiet Royal Silver Sleepy Wild Wise", "Anchor Bear Crane Eagle Fox Lion Stag Unicorn"),
+    ("cargo", "barley butter cider cloth coal cotton flour honey hops ink lace oats "
+        "pepper rope salt silk soap tea wool yarn", "bags bales barrels boxes casks crates sacks tubs"),
+    ("price", "two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen twenty thirty forty fifty sixty", "crowns ducats florins groats guilders marks shillings thalers"))}
 VALUE["town"] = (KIND["town"], "Bay Cross Gate Hill Mill Park Side Well".split())
 # relation -> (kind of entity, kind of value), in the order in which a question's parts stand; those of VIA only lead to a town. A
 # question asks about each kind once: a model of two layers finds a word by its kind long before it finds it by its key.
@@ -138,7 +144,7 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def world_policy(folder, seed: int) -> str:
-    """Write the tiny policy, a Qwen2 of 0.37 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
+    """Write the tiny policy, a Qwen2 of 0.38 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
     tokenizer = world_tokenizer()
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
                          intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True, initializer_range=0.05)

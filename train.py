@@ -222,7 +222,8 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
             loss, stats["kl_reference"] = loss + o.kl_coef * kl, kl.item()
         share = stats["tokens"] / max(total, 1)
         (loss * share).backward()
-        logged.update({"loss": loss.item() * share} | {name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
+        logged.update({"loss": loss.item() * share})
+        logged.update({name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
         logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
     optimizer.step()
@@ -280,10 +281,12 @@ def main(argv: list[str]) -> None:
     policy, tokenizer = load_policy(o.model or world_policy(out / "init", o.seed), o.dtype, o.device)
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
     if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
-        raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr and --max-turn-tokens")
+        raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
+                         "and --max-turn-tokens")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(vars(o), indent=1) + "\n")
-    print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters on {policy.device}, seed {o.seed}")
+    print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "
+          f"on {policy.device}, seed {o.seed}")
     torch.manual_seed(o.seed)
     result = {}
 
