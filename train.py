@@ -32,7 +32,7 @@ from reward import compute_score
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "steps": (40, 200), "lr": (3e-4, 1e-6), "cold_start_steps": (750, 0)}
+            "top_k": (1, 5), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0)}
 
 
 def option(default, help: str, **metadata):
