@@ -3,3 +3,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+torch.set_num_threads(1)                                       # as fast for models this small, and steady beside other processes
