@@ -19,8 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -136,28 +134,6 @@ class ChunkCache:
         self.length, self.near, self.store = source.length[rows], source.near[:, :, rows], source.store[:, :, rows]
 
 
-# ---- what a checkpoint holds besides the model's weights ----
-
-def save_extra(tensors: dict, folder, name: str, **setting: int) -> None:
-    """Write tensors and the setting they belong to, to folder/name.safetensors."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, Path(folder) / f"{name}.safetensors", {k: str(v) for k, v in setting.items()})
-
-
-def load_extra(tensors: dict, folder, name: str, **setting: int) -> None:
-    """Fill tensors in place from what `save_extra` wrote under the same names, shapes and setting."""
-    path = Path(folder) / f"{name}.safetensors"
-    if not path.exists():
-        raise ValueError(f"there is no {path}; save the policy there first, or go on without loading it")
-    with safe_open(path, "pt") as file:
-        found, saved = {n: file.get_tensor(n) for n in file.keys()}, {k: int(v) for k, v in (file.metadata() or {}).items()}
-    for n, t in tensors.items():
-        if saved != setting or n not in found or found[n].shape != t.shape:
-            raise ValueError(f"{path} holds {', '.join(f'{k} {list(v.shape)}' for k, v in found.items())} saved with {saved}, and this policy needs "
-                             f"{n} {list(t.shape)} with {setting}; build the policy as the one that was saved")
-        t.data.copy_(found[n])
-
-
 # ---- LastKV ----
 
 class LastKV(Policy):
@@ -165,6 +141,8 @@ class LastKV(Policy):
 
     alpha: [L,H] fixed values, or None: learned as a sigmoid and started at 0.5. C counts tokens fed, from 0, in every sequence.
     """
+
+    rule = "lastkv"
 
     def __init__(self, model, chunk_size: int = 512, alpha=None):
         modules = [module for family, module in FAMILIES.items() if isinstance(model, family)]
@@ -199,18 +177,13 @@ class LastKV(Policy):
     def parameters(self) -> list[torch.nn.Parameter]:
         return super().parameters() + ([] if self.alpha_logit is None else [self.alpha_logit])
 
-    def saved(self) -> dict[str, torch.Tensor]:
+    @property
+    def setting(self) -> dict[str, int]:
+        return {"chunk_size": self.C}
+
+    def extra(self) -> dict[str, torch.Tensor]:
         """α under its name, learned or fixed."""
         return {"alpha": self.fixed_alpha} if self.alpha_logit is None else {"alpha_logit": self.alpha_logit.data}
-
-    def save(self, folder) -> None:
-        """Write the model's weights, and α with C in lastkv.safetensors beside them."""
-        super().save(folder)
-        save_extra(self.saved(), folder, "lastkv", chunk_size=self.C)
-
-    def load(self, folder) -> None:
-        """Read α as `save` wrote it, in place: an optimizer that holds it goes on with it."""
-        load_extra(self.saved(), folder, "lastkv", chunk_size=self.C)
 
     def layers(self, x, position, mask, read):
         """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v) puts layer l's history in front of its new
@@ -355,6 +328,8 @@ class Feedback(Policy):
     over `rounds` tokens only, the rollout's over all. W [E,E] is random with a fixed seed, `strength` times as loud as the embeddings.
     """
 
+    rule = "feedback"
+
     def __init__(self, model, rounds: int = 1, strength: float = 0.5, seed: int = 0):
         if rounds < 0:
             raise ValueError(f"rounds is {rounds}; give the number of parallel refinement rounds, at least 0")
@@ -368,16 +343,8 @@ class Feedback(Policy):
     def parameters(self) -> list[torch.nn.Parameter]:
         return super().parameters() + [self.W.weight]
 
-    def saved(self) -> dict[str, torch.Tensor]:
+    def extra(self) -> dict[str, torch.Tensor]:
         return {"W": self.W.weight.data}
-
-    def save(self, folder) -> None:
-        """Write the model's weights, and W in feedback.safetensors beside them."""
-        super().save(folder)
-        save_extra(self.saved(), folder, "feedback")
-
-    def load(self, folder) -> None:
-        load_extra(self.saved(), folder, "feedback")
 
     def refined(self, x, rounds: int, fed=1, **where):
         """x [B,T,E] -> the inputs x_t + W·h_{t−1} of the last of `rounds` Jacobi rounds; the first reads h from a pass without feedback.

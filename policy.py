@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -106,6 +107,8 @@ class SlotCache(Cache):
 class Policy:
     """A transformers causal LM with the three calls that the sampler and the trainer need. Dropout is off in all of them."""
 
+    rule, setting = "full", {}                                 # how the model is executed; what a checkpoint of it depends on
+
     def __init__(self, model):
         self.model = model.eval()
         self.cache_argument = "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
@@ -124,9 +127,28 @@ class Policy:
         """What the optimizer updates; a tied weight appears once."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
+    def extra(self) -> dict[str, torch.Tensor]:
+        """What a rule's checkpoint holds besides the model's weights, by name; `setting` is what these tensors belong to."""
+        return {}
+
     def save(self, folder) -> None:
-        """Write the weights as a plain transformers folder."""
+        """Write the weights as a plain transformers folder, and `extra`, if any, to {rule}.safetensors in it."""
         self.model.save_pretrained(folder)
+        if tensors := {name: tensor.detach().cpu().contiguous() for name, tensor in self.extra().items()}:
+            save_file(tensors, Path(folder) / f"{self.rule}.safetensors", {name: str(value) for name, value in self.setting.items()})
+
+    def load(self, folder) -> None:
+        """Fill `extra` in place from what `save` wrote, so that an optimizer that holds it goes on with it."""
+        path = Path(folder) / f"{self.rule}.safetensors"
+        if not path.exists():
+            raise ValueError(f"there is no {path}; save the policy there first, or go on without loading it")
+        with safe_open(path, "pt") as file:
+            found, saved = {n: file.get_tensor(n) for n in file.keys()}, {k: int(v) for k, v in (file.metadata() or {}).items()}
+        for n, t in self.extra().items():
+            if saved != self.setting or n not in found or found[n].shape != t.shape:
+                raise ValueError(f"{path} holds {', '.join(f'{k} {list(v.shape)}' for k, v in found.items())} saved with {saved}, and this "
+                                 f"policy needs {n} {list(t.shape)} with {self.setting}; build the policy as the one that was saved")
+            t.data.copy_(found[n])
 
     def new_cache(self, batch_size: int, max_length: int) -> SlotCache:
         return SlotCache(batch_size, max_length)
