@@ -21,13 +21,14 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
-from data import load_data, world_demonstrations, world_policy, world_tokenizer
+from data import load_data
 from eval import evaluate, figures, mean, print_table, show
 from mempo import (GATES, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference,
                    memory_rewards, micro_batches, ppo_loss)
 from lastkv import under_rule
 from policy import Chat, load_policy, pad_right, run_script, usable_device
 from reward import compute_score
+from world import world_demonstrations, world_policy, world_tokenizer
 
 
 # option: (embedded world, otherwise); every other option has one default

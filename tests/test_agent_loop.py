@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop import NOTICE, AgentMemory, information, neutralise, parse_action, rollout, window
-from data import world_questions, world_tokenizer
+from world import world_questions, world_tokenizer
 from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model
 from policy import SYSTEM, Chat, Policy
 from retriever import Retriever

@@ -5,7 +5,8 @@ from argparse import Namespace
 import pytest
 
 from agent_loop import Trajectory
-from data import load_data, world_policy, world_tokenizer
+from data import load_data
+from world import world_policy, world_tokenizer
 from eval import figures, main, mean, run, show
 from policy import Chat, load_policy
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agent_loop import rollout
-from data import world_questions, world_tokenizer
+from world import world_questions, world_tokenizer
 from lastkv import ChunkCache, Feedback, LastKV, sample, toy
 from policy import Policy
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 import policy as policy_file
 from agent_loop import rollout, sample
-from data import world_policy, world_tokenizer
+from world import world_policy, world_tokenizer
 from helpers import TEMPLATE, greedy_tokenizer, tiny_model
 from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_policy, resolve_name
 
