@@ -8,139 +8,29 @@ transformers folders) and result.json. Letters: N trajectories, B rows of a micr
 start's teacher model (demonstrations are scripted), several GPUs.
 """
 import json
+import math
 import sys
 import time
-from argparse import HelpFormatter, Namespace
+from argparse import Namespace
 from collections import Counter
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
+from checkpoint import Run, digest, write_text
 from data import load_data
 from eval import evaluate, figures, mean, print_table, show
-from mempo import (GATES, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference,
-                   memory_rewards, micro_batches, ppo_loss)
+from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
+                   micro_batches, ppo_loss)
 from lastkv import under_rule
+from options import DEFAULTS, parse_options
 from policy import Chat, load_policy, pad_right, run_script, usable_device
 from reward import compute_score
 from world import world_demonstrations, world_policy, world_tokenizer
 
-
-# option: (embedded world, otherwise); every other option has one default
-DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0)}
-
-
-def option(default, help: str, **metadata):
-    """One command-line option and its help. A default of DEFAULTS is filled in when it is known what is trained on."""
-    if default in DEFAULTS:
-        world, real = DEFAULTS[default]
-        return field(default=None, metadata={"help": f"{help} (default {world} in the embedded world, otherwise {real})"})
-    return field(default=default, metadata={"help": help + ("" if default is None else " (default %(default)s)"), **metadata})
-
-
-@dataclass
-class ModelOptions:
-    """Which policy, in which precision, where."""
-    _argument_group_name = "model"
-    model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
-    device: str | None = option(None, "cuda or cpu; cuda where there is one")
-    dtype: str = option("float32", "weights: float32 or bfloat16", choices=["float32", "bfloat16"])
-    policy: str = option("full", "how the model is executed: full (an ordinary transformer), lastkv (recurrent in chunks), feedback (at every token)",
-                         choices=["full", "lastkv", "feedback"])
-    chunk_size: int = option(512, "lastkv: tokens a chunk")
-    replay_rounds: int = option(1, "feedback: parallel refinement rounds of the prefill and of the trainer's replay")
-    seed: int = option(0, "of the weights made here, the questions and the sampling")
-
-
-@dataclass
-class DataOptions:
-    """What is trained and evaluated on, and where the run is kept."""
-    _argument_group_name = "data"
-    data: str | None = option(None, "questions: JSONL or HotpotQA's .json; without it the embedded world")
-    corpus: str | None = option(None, "documents: JSONL (id, title, text); without it those that came with the questions")
-    out: str = option("runs/mempo", "the run's folder")
-    eval_questions: int | None = option("eval_questions", "held-out questions for the final table")
-    eval_split: str = option("test", "embedded world: dev to choose settings, test to report", choices=["dev", "test"])
-    eval_turns: int = option(64, "turns of an episode at evaluation")
-
-
-@dataclass
-class RolloutOptions:
-    """How episodes are drawn."""
-    _argument_group_name = "rollout"
-    questions_per_step: int = option(12, "questions drawn in a step")
-    group_size: int | None = option("group_size", "trajectories a question")
-    max_turns: int = option(8, "turns of a training episode")
-    max_response_tokens: int | None = option("max_response_tokens", "tokens after the prompt, tool results included")
-    max_turn_tokens: int | None = option("max_turn_tokens", "tokens sampled in one turn")
-    temperature: float = option(1.0, "of the sampling, and so of every log-probability in training")
-    top_k: int | None = option("top_k", "documents a search returns")
-
-
-@dataclass
-class MemPOOptions:
-    """Score, memory reward, advantages and clipped loss."""
-    _argument_group_name = "MemPO"
-    memory_weight: float = option(1.0, "w of the memory advantage; 0 is plain GRPO")
-    threshold: float = option(0.5, "answer tokens below this probability are left out of P")
-    gate: str = option("full", "whose probabilities decide what is left out: own (each side's), full (the full history's), none", choices=list(GATES))
-    format_score: float = option(0.1, "score of a wrong answer in valid format")
-    clip_low: float = option(0.2, "PPO clip below")
-    clip_high: float = option(0.2, "PPO clip above")
-    kl_coef: float = option(0.0, "weight of the KL to the policy before RL, which moves groups without spread, too; 0 keeps no reference")
-
-
-@dataclass
-class OptimizerOptions:
-    """Steps and learning rates of the cold start and of RL."""
-    _argument_group_name = "optimizer"
-    steps: int | None = option("steps", "RL steps")
-    lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
-    max_grad_norm: float = option(1.0, "gradient norm clip")
-    token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
-    cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
-    cold_start_lr: float = option(6e-3, "learning rate of the cold start, falling linearly")
-    keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
-
-
-GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
-
-
-def parse_options(argv: list[str]) -> Namespace:
-    """The command line as one namespace, with the defaults of the embedded world or of a real run filled in."""
-    parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, usage="python train.py [option ...]", description=__doc__.split("\n")[0])
-    *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}; --help lists them all")
-    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
-    for name, defaults in DEFAULTS.items():
-        if getattr(o, name) is None:
-            setattr(o, name, defaults[bool(o.data)])
-    for name, least in dict(group_size=2, questions_per_step=1, steps=0, max_turns=1, top_k=1, token_budget=1, max_response_tokens=1,
-                            max_turn_tokens=1, eval_questions=0, eval_turns=1, cold_start_steps=0, chunk_size=1, replay_rounds=0).items():
-        if getattr(o, name) < least:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give at least {least}")
-    if o.temperature <= 0:
-        parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
-    for name, low, high in (("threshold", 0, 1), ("keep", 0, 1), ("clip_low", 0, 1), ("clip_high", 0, None), ("lr", 0, None), ("cold_start_lr", 0, None),
-                            ("kl_coef", 0, None), ("max_grad_norm", 0, None), ("format_score", 0, 1)):
-        if not low <= getattr(o, name) <= (high or float("inf")):
-            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give a value from {low}" + (f" to {high}" if high else ""))
-    if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):
-        parser.error("--dtype bfloat16 rounds small updates away, so training keeps float32 weights; leave it out, or give --steps 0")
-    if o.corpus and not o.data:
-        parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
-    if o.data and not o.model:
-        parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
-    if o.data and o.cold_start_steps:
-        parser.error("--cold-start-steps has scripted demonstrations for the embedded world only; leave it out with --data")
-    return o
+MOST_SKIPPED = 5                                               # steps in a row that are not finite, before the run stops
 
 
 # ---- cold start ----
@@ -156,54 +46,81 @@ def render(chat: Chat, demonstration: list) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def cold_start(policy, tokenizer, o: Namespace) -> None:
+def cold_start(policy, tokenizer, o: Namespace, run: Run) -> None:
     """Supervised steps on scripted demonstrations whose memories are unreliable: the state in which RL finds its policy."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    chat = Chat(tokenizer)
-    bar = tqdm(world_demonstrations(o.seed, o.keep, o.cold_start_steps), "cold start", o.cold_start_steps, mininterval=1)
-    for step, demonstrations in enumerate(bar):
+    parameters, chat = policy.parameters(), Chat(tokenizer)
+    optimizer = torch.optim.AdamW(parameters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    first = run.begin("cold start", o.cold_start_steps, parameters, optimizer)
+    bar = tqdm(range(first, o.cold_start_steps), "cold start", o.cold_start_steps, initial=first, mininterval=1)
+    for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = o.cold_start_lr * min(1, (step + 1) / 30) * (1 - step / o.cold_start_steps)
-        ids, mask = zip(*(render(chat, d) for d in demonstrations))
+        ids, mask = zip(*(render(chat, d) for d in world_demonstrations(o.seed, step, o.keep)))
         mask = pad_right(mask, torch.bool, policy.device)
         loss = -policy.logprobs(pad_right(ids, device=policy.device), mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
-        optimizer.step()
+        norm = optimizer_step(parameters, optimizer, o.max_grad_norm, loss.isfinite())
+        run.count_skipped(norm is None, MOST_SKIPPED)
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        run.done(step, parameters, optimizer)
+
+
+def optimizer_step(parameters, optimizer, max_norm: float, finite) -> float | None:
+    """One clipped step -> the gradient's norm; None, with weights and optimizer untouched, if loss or gradient is not finite."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not (finite and norm.isfinite()):
+        return None
+    optimizer.step()
+    return float(norm)
 
 
 # ---- one RL step, in the paper's order ----
 
+def score(t, format_score: float) -> float:
+    """compute_score; NaN, and a warning, where it fails: that costs the trajectory, not its group."""
+    try:
+        return float(compute_score(t.turns, t.question["answers"], format_score))
+    except Exception as error:                                 # whatever a scorer, or an odd question, may raise
+        tqdm.write(f"the scorer failed on a trajectory of question {t.question.get('id', t.question['question'])!r}: {error!r}", file=sys.stderr)
+        return math.nan
+
+
 def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
-    """Scores, memory rewards and final advantages [N,T] of a batch of trajectories, and what is logged of them."""
-    mask = pad_right([t.response_mask for t in trajectories], torch.float32)                                # [N,T]
-    group_ids = [t.group_id for t in trajectories]
-    scores = [compute_score(t.turns, t.question["answers"], o.format_score) for t in trajectories]
+    """Scores, memory rewards and final advantages [N,T] of a batch of trajectories, and what is logged of them.
+
+    A trajectory whose score or reward is not finite has no part in its group, and advantage 0.
+    """
+    scores = [score(t, o.format_score) for t in trajectories]
     P = memory_rewards(policy, tokenizer, [t.full_traj for t in trajectories], [t.mem_traj for t in trajectories],
                        [gold_text(t.question) for t in trajectories], o.threshold, o.gate, o.token_budget)
     rewards = [[P_mem - P_full for P_mem, P_full in turns] for turns in P]
-    outcome = compute_grpo_outcome_advantage(scores, group_ids, mask)
-    memory = compute_grpo_memory_advantage(rewards, [t.mem_spans for t in trajectories], group_ids, mask)
-    advantages = compute_advantage(outcome, memory, mask, o.memory_weight)
+    good = [i for i, r in enumerate(rewards) if all(map(math.isfinite, [scores[i], *r]))]
+    mask = pad_right([t.response_mask for t in trajectories], torch.float32)                                # [N,T]
+    group_ids, advantages = [trajectories[i].group_id for i in good], torch.zeros_like(mask)
+    outcome = compute_grpo_outcome_advantage([scores[i] for i in good], group_ids, mask[good])
+    memory = compute_grpo_memory_advantage([rewards[i] for i in good], [trajectories[i].mem_spans for i in good], group_ids, mask[good])
+    advantages[good] = compute_advantage(outcome, memory, mask[good], o.memory_weight)
 
     groups = set(group_ids)
-    flat = [p for turns in P for p in turns]
+    flat = [p for i in good for p in P[i]]
     rows = [figures(t) for t in trajectories]
     return advantages, rewards, scores, {
-        "score": mean(scores), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
+        "score": mean(scores[i] for i in good), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
         "memory_reward": mean([m - f for m, f in flat]), "P_mem": mean([m for m, _ in flat]), "P_full": mean([f for _, f in flat]),
-        "memory_turns": len(flat),
-        "flat_groups": mean([len({s for s, g in zip(scores, group_ids) if g == group}) == 1 for group in groups]),
-        "flat_memory_groups": mean([len({r for rs, g in zip(rewards, group_ids) if g == group for r in rs}) < 2 for group in groups]),
+        "memory_turns": len(flat), "failed": len(trajectories) - len(good),
+        "flat_groups": mean([len({scores[i] for i, g in zip(good, group_ids) if g == group}) == 1 for group in groups]),
+        "flat_memory_groups": mean([len({r for i, g in zip(good, group_ids) if g == group for r in rewards[i]}) < 2 for group in groups]),
         "stop_reasons": dict(Counter(t.stop_reason for t in trajectories))}
 
 
 def update(policy, reference, optimizer, trajectories, advantages, o: Namespace) -> dict:
-    """One clipped step on prompt_ids + response_ids: gradients add up over micro-batches, weighted by their trained tokens."""
+    """One clipped step on prompt_ids + response_ids: gradients add up over micro-batches, weighted by their trained tokens.
+
+    Loss or gradient that is not finite leaves weights and optimizer as they are; "skipped" then lists the trajectories it came from.
+    """
     total = sum(sum(t.response_mask) for t in trajectories)
-    logged = Counter()
+    logged, parameters, bad, seen = Counter(loss=0.0, kl=0.0, clip_fraction=0.0, max_ratio_dev=0.0), policy.parameters(), [], []
     optimizer.zero_grad()
     for batch in micro_batches([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], o.token_budget):
         rows = [trajectories[i] for i in batch]
@@ -221,14 +138,17 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
                 ref_logp = reference.logprobs(ids, mask, o.temperature)
             kl = kl_to_reference(logp, ref_logp, mask)
             loss, stats["kl_reference"] = loss + o.kl_coef * kl, kl.item()
+        seen += batch
+        if not loss.isfinite():
+            bad += batch
+            continue
         share = stats["tokens"] / max(total, 1)
         (loss * share).backward()
         logged.update({"loss": loss.item() * share})
         logged.update({name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
         logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), o.max_grad_norm)
-    optimizer.step()
-    return {**logged, "grad_norm": float(norm), "trained_tokens": total}
+    norm = optimizer_step(parameters, optimizer, o.max_grad_norm, not bad)
+    return {**logged, "grad_norm": norm, "trained_tokens": total, "skipped": (bad or seen) if norm is None else []}
 
 
 def gold_text(question: dict) -> str:
@@ -236,60 +156,82 @@ def gold_text(question: dict) -> str:
     return question["answers"][0]
 
 
-def train(policy, tokenizer, data, o: Namespace, out: Path) -> list:
+def sample_record(step: int, i: int, t, **more) -> str:
+    """A line about trajectory i of a step."""
+    return json.dumps({"step": step, "trajectory": i, "id": t.question.get("id"), "question": t.question["question"],
+                       "answers": t.question["answers"], **more}) + "\n"
+
+
+def train(policy, reference, tokenizer, data, o: Namespace, run: Run) -> list:
     """The RL loop -> the last step's trajectories."""
-    trajectories = []
-    reference = deepcopy(policy) if o.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    trajectories, parameters, names = [], policy.parameters(), ("metrics.jsonl", "samples.jsonl", "skipped.jsonl")
+    optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0)
     generator = torch.Generator(policy.device).manual_seed(o.seed)
-    bar = tqdm(range(o.steps), "RL", mininterval=1)
-    with open(out / "metrics.jsonl", "w") as metrics, open(out / "samples.jsonl", "w") as samples:
-        for step in bar:
-            for group in optimizer.param_groups:
-                group["lr"] = o.lr * (1 - step / o.steps)
-            questions = [next(data.train) for _ in range(o.questions_per_step)]
-            clock, counters = [time.perf_counter()], {}
-            trajectories = rollout(policy, tokenizer, questions, data.retriever, group_size=o.group_size, max_turns=o.max_turns,
-                                   max_response_tokens=o.max_response_tokens, max_turn_tokens=o.max_turn_tokens,
-                                   temperature=o.temperature, top_k=o.top_k, instructions=data.instructions,
-                                   generator=generator, counters=counters)
-            clock.append(time.perf_counter())
-            advantages, rewards, scores, logged = rewards_and_advantages(policy, tokenizer, trajectories, o)
-            clock.append(time.perf_counter())
-            logged |= update(policy, reference, optimizer, trajectories, advantages, o)
-            clock.append(time.perf_counter())
-            seconds = {part: b - a for part, a, b in zip(("rollout", "scoring", "update"), clock, clock[1:])}
-            record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
-            metrics.write(json.dumps(record) + "\n")
-            metrics.flush()
-            for t, r, s in list(zip(trajectories, rewards, scores))[:2]:
-                samples.write(json.dumps({"step": step, "question": t.question["question"], "answers": t.question["answers"], "score": s,
-                                          "memory_rewards": r, "stop_reason": t.stop_reason,
-                                          "text": tokenizer.decode(t.prompt_ids + t.response_ids)}) + "\n")
-            bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
-                            ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
+    first = run.begin("RL", o.steps, parameters, optimizer, generator, names)
+    for _ in range(first * o.questions_per_step):              # drawn already
+        next(data.train)
+    bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1)
+    metrics, samples, skipped = files = [open(run.out / name, "a") for name in names]
+    for step in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = o.lr * (1 - step / o.steps)
+        questions = [next(data.train) for _ in range(o.questions_per_step)]
+        clock, counters = [time.perf_counter()], {}
+        trajectories = rollout(policy, tokenizer, questions, data.retriever, group_size=o.group_size, max_turns=o.max_turns,
+                               max_response_tokens=o.max_response_tokens, max_turn_tokens=o.max_turn_tokens,
+                               temperature=o.temperature, top_k=o.top_k, instructions=data.instructions,
+                               generator=generator, counters=counters)
+        clock.append(time.perf_counter())
+        advantages, rewards, scores, logged = rewards_and_advantages(policy, tokenizer, trajectories, o)
+        clock.append(time.perf_counter())
+        updates = [update(policy, reference, optimizer, trajectories, advantages, o) for _ in range(o.epochs)]
+        clock.append(time.perf_counter())
+        logged |= updates[0] | {"skipped": sum(bool(u["skipped"]) for u in updates), "ratio_by_epoch": [u["max_ratio_dev"] for u in updates]}
+        seconds = {part: b - a for part, a, b in zip(("rollout", "scoring", "update"), clock, clock[1:])}
+        record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
+        metrics.write(json.dumps(record) + "\n")
+        for i, (t, r, s) in list(enumerate(zip(trajectories, rewards, scores)))[:2]:
+            samples.write(sample_record(step, i, t, score=s, memory_rewards=r, stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
+        for i in sorted({i for u in updates for i in u["skipped"]}):
+            skipped.write(sample_record(step, i, trajectories[i], prompt_ids=trajectories[i].prompt_ids, response_ids=trajectories[i].response_ids))
+        for file in files:
+            file.flush()
+        bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
+                        ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
+        run.count_skipped(logged["skipped"] == o.epochs, MOST_SKIPPED)
+        run.done(step, parameters, optimizer, generator, files)
     return trajectories
 
 
 def main(argv: list[str]) -> None:
     """Set up, cold start, RL, evaluation; what is printed is what a run is for."""
-    o, start = parse_options(argv), time.time()
+    o = parse_options(argv)
     out = Path(o.out)
-    if (out / "config.json").exists():
-        raise ValueError(f"the run folder {out} exists already; give another --out or remove it")
+    if (out / "config.json").exists() and not o.resume:
+        raise ValueError(f"the run folder {out} exists already; --resume goes on with it, or give another --out")
     usable_device(o.device)                                    # before anything is written
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
-    policy, tokenizer = load_policy(o.model or world_policy(out / "init", o.seed), o.dtype, o.device)
-    policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
+    start = o.model or world_policy(out / "init", o.seed)
+
+    def weights(name):
+        policy, tokenizer = load_policy(name, o.dtype, o.device)
+        return under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, name), tokenizer
+
+    policy, tokenizer = weights(start)
     if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
         raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
                          "and --max-turn-tokens")
+    settings = vars(o) | {"data_digest": digest(o.data) if o.data else None}
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(vars(o), indent=1) + "\n")
+    if (out / "config.json").exists() and json.loads((out / "config.json").read_text()).get("data_digest") != settings["data_digest"]:
+        raise ValueError(f"{o.data} is not what {out} was begun with; bring it back, or start a run of its own")
+    write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
+    run = Run(out, o.save_every)
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "
-          f"on {policy.device}, seed {o.seed}")
+          f"on {policy.device}, seed {o.seed}" + (f"; going on after step {run.state['step']} of {run.state['stage']}" if run.path else
+                                                  "; no checkpoint yet, from the start" if o.resume else ""))
     torch.manual_seed(o.seed)
-    result = {}
+    result = run.state["result"]
 
     def finish(name, folder):                                  # a stage's weights, and its rows of the table
         policy.save(out / folder)
@@ -298,12 +240,15 @@ def main(argv: list[str]) -> None:
             result[name] = evaluate(policy, tokenizer, data, o)
 
     if o.cold_start_steps:
-        cold_start(policy, tokenizer, o)
-        finish("cold_start", "cold_start")
-    trajectories = train(policy, tokenizer, data, o, out)
+        if run.state["stage"] != "RL":
+            cold_start(policy, tokenizer, o, run)
+            finish("cold_start", "cold_start")
+        start = out / "cold_start"
+    reference = weights(str(start))[0] if o.kl_coef else None
+    trajectories = train(policy, reference, tokenizer, data, o, run)
     finish("final", "model")
-    result |= {"seconds": round(time.time() - start, 1), "seed": o.seed}
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    result |= {"seconds": round(run.seconds(), 1), "seed": o.seed}
+    write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
     if trajectories:
         print(f"\nOne of the last step's trajectories:\n{show(tokenizer, trajectories[0])}")
     if o.eval_questions:

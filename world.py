@@ -222,9 +222,8 @@ def untrained(pieces: list) -> list:
     return [(role, text, False) for role, text, _ in pieces]
 
 
-def world_demonstrations(seed: int, keep: float, steps: int):
-    """Batches of demonstrations, one a step: twice full conversations, then parts."""
-    rng = random.Random(f"{seed} demonstrations")
-    mix = (["full"] * 16, ["full"] * 16, ["compressed"] * 16 + ["recall"] * 10 + ["history"] * 5)
-    for step in range(steps):
-        yield [world_demonstration(rng, kind, keep) for kind in mix[step % 3]]
+def world_demonstrations(seed: int, step: int, keep: float) -> list[list]:
+    """The demonstrations of one cold-start step: two steps of three are full conversations, the third is parts."""
+    rng = random.Random(f"{seed} demonstrations {step}")
+    kinds = ["full"] * 16 if step % 3 < 2 else ["compressed"] * 16 + ["recall"] * 10 + ["history"] * 5
+    return [world_demonstration(rng, kind, keep) for kind in kinds]

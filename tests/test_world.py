@@ -56,8 +56,8 @@ def test_tiny_tokenizer_knows_every_word_of_the_world():
     """Keeps out <unk> in questions, results, notices and demonstrations."""
     chat = Chat(world_tokenizer())
     unknown = chat.tokenizer.unk_token_id
-    for demonstrations in world_demonstrations(0, 0.5, 6):
-        for d in demonstrations:
+    for step in range(6):
+        for d in world_demonstrations(0, step, 0.5):
             assert unknown not in render(chat, d)[0]
     for q in world_questions(50, 0, "test"):
         assert unknown not in chat.encode(information(Retriever(q["documents"]).search(q["steps"][0][1], 5)))
@@ -103,7 +103,7 @@ def test_unknown_values_are_shown_but_not_trained():
 def test_forced_memory_tag_and_results_are_never_trained():
     """Keeps out a mask that trains what the loop or the tool writes."""
     chat = Chat(world_tokenizer())
-    for d in next(world_demonstrations(5, 0.5, 3)):
+    for d in world_demonstrations(5, 0, 0.5):
         ids, mask = render(chat, d)
         trained = chat.decode([i for i, m in zip(ids, mask) if m])
         assert len(ids) == len(mask) and "<mem>" not in trained and "<information>" not in trained and "</answer>" in trained

@@ -1,0 +1,205 @@
+"""Checkpoints of a training run: all that a stopped run needs to go on bit for bit.
+
+A checkpoint is one safetensors file, checkpoint-NUMBER-HASH.safetensors: written under another name, synced, renamed. So whatever bears
+such a name was whole once, and its hash shows whether it still is. It holds the trained weights (a tied one once), the optimizer's
+moments, every random state, and as JSON where the run stands. The newest two are kept. Nothing is ever unpickled.
+"""
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{32})\.safetensors")
+KEPT = 2
+
+
+# ---- files ----
+
+def digest(path) -> str:
+    """The first half of a file's SHA-256, in hex."""
+    hashed = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            hashed.update(block)
+    return hashed.hexdigest()[:32]
+
+
+def sync(path) -> None:
+    """Have the system write a file, or a folder's list of names, to the disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file that is there whole or not at all, whenever the process is killed."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    sync(unfinished)
+    os.replace(unfinished, path)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, oldest first."""
+    return sorted((path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=lambda path: int(NAME.fullmatch(path.name)[1]))
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that is still what was written; None if there is none at all."""
+    found = checkpoints(folder)
+    for path in reversed(found):
+        if digest(path) == NAME.fullmatch(path.name)[2]:
+            return path
+        print(f"{path} is damaged (its content is not what was saved); going back to the one before it", file=sys.stderr)
+        path.replace(path.with_name(path.name + ".damaged"))
+    if found:
+        raise ValueError(f"every checkpoint in {folder} is damaged; remove the run's folder to start it again, or bring back a copy")
+    return None
+
+
+# ---- content ----
+
+def random_states(generator: torch.Generator | None) -> tuple[dict, dict]:
+    """(as JSON, as tensors) the states of Python, numpy, torch on CPU and GPUs, and of the run's own generator."""
+    tensors = {"random.torch": torch.get_rng_state()} | {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    if generator is not None:
+        tensors["random.generator"] = generator.get_state()
+    name, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}, tensors
+
+
+def set_random_states(states: dict, tensor, names, generator: torch.Generator | None) -> None:
+    """What random_states took, put back; tensor(name) reads one of the names."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(tensor("random.torch"))
+    for i in range(torch.cuda.device_count()):
+        if f"random.cuda.{i}" in names:
+            torch.cuda.set_rng_state(tensor(f"random.cuda.{i}"), i)
+    if generator is not None:
+        generator.set_state(tensor("random.generator"))
+
+
+def save(folder: Path, state: dict, parameters: list, optimizer, generator=None) -> Path:
+    """Write the next checkpoint and remove all but the newest two; what fails leaves those before it untouched."""
+    states, tensors = random_states(generator)
+    tensors |= {f"parameter.{i}": p.detach().contiguous() for i, p in enumerate(parameters)}
+    tensors |= {f"optimizer.{i}.{name}": t for i, moments in optimizer.state_dict()["state"].items() for name, t in moments.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    found, unfinished = checkpoints(folder), folder / "unfinished"
+    try:
+        save_file(tensors, unfinished, {"state": json.dumps(state), "random": json.dumps(states)})
+        sync(unfinished)
+        number = int(NAME.fullmatch(found[-1].name)[1]) + 1 if found else 1
+        path = folder / f"checkpoint-{number:06}-{digest(unfinished)}.safetensors"
+        os.replace(unfinished, path)
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        unfinished.unlink(missing_ok=True)
+        raise ValueError(f"cannot save a checkpoint in {folder} ({error}); " + (f"{found[-1].name} is whole: make room, then --resume goes on from it"
+                         if found else "make room or give another --out")) from None
+    for old in found[:1 - KEPT]:
+        old.unlink()
+    return path
+
+
+def read(path: Path) -> dict:
+    """Where the run stood."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["state"])
+
+
+def restore(path: Path, parameters: list, optimizer, generator=None) -> None:
+    """Fill weights, optimizer and random states in place, so a tied weight stays tied."""
+    with safe_open(path, "pt") as file:
+        for i, p in enumerate(parameters):
+            p.data.copy_(file.get_tensor(f"parameter.{i}"))
+        moments = {}
+        for name in file.keys():
+            if name.startswith("optimizer."):
+                _, i, key = name.split(".")
+                moments.setdefault(int(i), {})[key] = file.get_tensor(name)
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+        set_random_states(json.loads(file.metadata()["random"]), file.get_tensor, set(file.keys()), generator)
+
+
+# ---- a run ----
+
+class Run:
+    """Where a run stands, and its stops. A training loop asks `begin` where to start and tells `done` after every step."""
+
+    def __init__(self, out: Path, every: int):
+        self.out, self.folder, self.every = out, out / "checkpoints", every
+        self.path = newest(self.folder)
+        self.state = read(self.path) if self.path else {"stage": "start", "step": 0, "seconds": 0.0, "result": {}, "sizes": {}, "skipped": 0}
+        self.started, self.signal, self.inside = time.time() - self.state["seconds"], None, False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.interrupt)
+
+    def interrupt(self, number: int, frame) -> None:
+        """Ctrl-C or SIGTERM: a training step is finished and saved first; anything else, and a second signal, stops at once."""
+        if not self.inside or self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping after this step; once more stops at once", file=sys.stderr)
+
+    def seconds(self) -> float:
+        """What the run took so far, stops not counted."""
+        return time.time() - self.started
+
+    def begin(self, stage: str, steps: int, parameters: list, optimizer, generator=None, names=()) -> int:
+        """The step at which a stage of so many goes on, everything restored; a new one begins with a checkpoint, and 0.
+
+        names: files in the run's folder that a step appends to; lines of steps that will be done again are cut off.
+        """
+        if self.state["stage"] != stage:
+            self.state |= {"stage": stage, "step": 0, "sizes": {}}
+            self.save(parameters, optimizer, generator)
+        else:
+            restore(self.path, parameters, optimizer, generator)
+        for name in names:
+            path, size = self.out / name, self.state["sizes"].get(name, 0)
+            if size > (path.stat().st_size if path.exists() else 0):
+                raise ValueError(f"{path} is shorter than it was when the checkpoint was saved; bring it back, or start the run again")
+            path.touch()
+            os.truncate(path, size)
+        self.steps, self.inside = steps, self.state["step"] < steps
+        return self.state["step"]
+
+    def save(self, parameters: list, optimizer, generator=None) -> None:
+        self.state["seconds"] = self.seconds()
+        self.path = save(self.folder, self.state, parameters, optimizer, generator)
+
+    def count_skipped(self, skipped: bool, most: int) -> None:
+        """Raises after `most` skipped steps in a row."""
+        self.state["skipped"] = self.state["skipped"] + 1 if skipped else 0
+        if self.state["skipped"] >= most:
+            raise ValueError(f"the last {most} steps were skipped because loss or gradient was not finite; the weights are still those of before: "
+                             f"lower the learning rate, or see {self.out / 'skipped.jsonl'} for what caused it")
+
+    def done(self, step: int, parameters: list, optimizer, generator=None, files=()) -> None:
+        """A step is over: save if it is time to, or if it is the last one or a stop is asked for; then stop."""
+        self.state["step"], last = step + 1, step + 1 == self.steps
+        if last or self.signal or (step + 1) % self.every == 0:
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+                self.state["sizes"][Path(file.name).name] = os.fstat(file.fileno()).st_size
+            self.save(parameters, optimizer, generator)
+        self.inside = not last
+        if self.signal:
+            print(f"stopped after step {step + 1} of {self.state['stage']}; python train.py --resume --out {self.out} goes on", file=sys.stderr)
+            sys.exit(130 if self.signal == signal.SIGINT else 0)

@@ -1,0 +1,148 @@
+"""The command line of train.py: every option, its help and its defaults, checked together.
+
+    o = parse_options(["--steps", "10"])                       # a Namespace: o.steps, o.lr, …
+"""
+import json
+from argparse import HelpFormatter, Namespace
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from mempo import GATES
+
+# option: (embedded world, otherwise); every other option has one default
+DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
+            "top_k": (1, 5), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "save_every": (50, 20)}
+
+
+def option(default, help: str, **metadata):
+    """One command-line option and its help. A default of DEFAULTS is filled in when it is known what is trained on."""
+    if default in DEFAULTS:
+        world, real = DEFAULTS[default]
+        return field(default=None, metadata={"help": f"{help} (default {world} in the embedded world, otherwise {real})"})
+    return field(default=default, metadata={"help": help + ("" if default is None else " (default %(default)s)"), **metadata})
+
+
+@dataclass
+class ModelOptions:
+    """Which policy, in which precision, where."""
+    _argument_group_name = "model"
+    model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
+    device: str | None = option(None, "cuda or cpu; cuda where there is one")
+    dtype: str = option("float32", "weights: float32 or bfloat16", choices=["float32", "bfloat16"])
+    policy: str = option("full", "how the model is executed: full (an ordinary transformer), lastkv (recurrent in chunks), feedback (at every token)",
+                         choices=["full", "lastkv", "feedback"])
+    chunk_size: int = option(512, "lastkv: tokens a chunk")
+    replay_rounds: int = option(1, "feedback: parallel refinement rounds of the prefill and of the trainer's replay")
+    seed: int = option(0, "of the weights made here, the questions and the sampling")
+
+
+@dataclass
+class DataOptions:
+    """What is trained and evaluated on, and where the run is kept."""
+    _argument_group_name = "data"
+    data: str | None = option(None, "questions: JSONL or HotpotQA's .json; without it the embedded world")
+    corpus: str | None = option(None, "documents: JSONL (id, title, text); without it those that came with the questions")
+    out: str = option("runs/mempo", "the run's folder")
+    resume: bool = option(False, "go on with the run in --out where it was stopped, with its own settings; from the start if it has no checkpoint yet")
+    save_every: int | None = option("save_every", "steps between two checkpoints")
+    eval_questions: int | None = option("eval_questions", "held-out questions for the final table")
+    eval_split: str = option("test", "embedded world: dev to choose settings, test to report", choices=["dev", "test"])
+    eval_turns: int = option(64, "turns of an episode at evaluation")
+
+
+@dataclass
+class RolloutOptions:
+    """How episodes are drawn."""
+    _argument_group_name = "rollout"
+    questions_per_step: int = option(12, "questions drawn in a step")
+    group_size: int | None = option("group_size", "trajectories a question")
+    max_turns: int = option(8, "turns of a training episode")
+    max_response_tokens: int | None = option("max_response_tokens", "tokens after the prompt, tool results included")
+    max_turn_tokens: int | None = option("max_turn_tokens", "tokens sampled in one turn")
+    temperature: float = option(1.0, "of the sampling, and so of every log-probability in training")
+    top_k: int | None = option("top_k", "documents a search returns")
+
+
+@dataclass
+class MemPOOptions:
+    """Score, memory reward, advantages and clipped loss."""
+    _argument_group_name = "MemPO"
+    memory_weight: float = option(1.0, "w of the memory advantage; 0 is plain GRPO")
+    threshold: float = option(0.5, "answer tokens below this probability are left out of P")
+    gate: str = option("full", "whose probabilities decide what is left out: own (each side's), full (the full history's), none", choices=list(GATES))
+    format_score: float = option(0.1, "score of a wrong answer in valid format")
+    clip_low: float = option(0.2, "PPO clip below")
+    clip_high: float = option(0.2, "PPO clip above")
+    kl_coef: float = option(0.0, "weight of the KL to the policy before RL, which moves groups without spread, too; 0 keeps no reference")
+
+
+@dataclass
+class OptimizerOptions:
+    """Steps and learning rates of the cold start and of RL."""
+    _argument_group_name = "optimizer"
+    steps: int | None = option("steps", "RL steps")
+    epochs: int = option(1, "updates on each step's trajectories")
+    lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
+    max_grad_norm: float = option(1.0, "gradient norm clip")
+    token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
+    cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
+    cold_start_lr: float = option(6e-3, "learning rate of the cold start, falling linearly")
+    keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
+
+
+GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
+
+
+HARMLESS = ("out", "resume", "save_every")                     # may differ when a run goes on: the result does not depend on them
+# option -> (least, most or None)
+BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
+              token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None), eval_turns=(1, None),
+              cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None), replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1),
+              clip_low=(0, 1), clip_high=(0, None), lr=(0, None), cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None),
+              format_score=(0, 1))
+
+
+def parse_options(argv: list[str]) -> Namespace:
+    """The command line as one namespace, with the defaults of the embedded world or of a real run filled in, or, to resume, the run's own."""
+    parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, usage="python train.py [option ...]", description="Train a memory agent with MemPO.")
+    o = read_options(parser, argv)
+    if o.resume and (config := Path(o.out) / "config.json").exists():
+        saved = {name: value for name, value in json.loads(config.read_text()).items() if hasattr(o, name) and name not in HARMLESS}
+        parser.set_defaults(**saved)
+        o = read_options(parser, argv)
+        if changed := [f"--{name.replace('_', '-')} (was {value})" for name, value in saved.items() if getattr(o, name) != value]:
+            parser.error(f"{o.out} was begun with other settings, which its result depends on: {', '.join(changed)}; leave them out to resume, "
+                         "or start a run of its own")
+    check(parser, o)
+    return o
+
+
+def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
+    """The five groups as one namespace, defaults filled in."""
+    *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown option {unknown[0]}; --help lists them all")
+    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    for name, defaults in DEFAULTS.items():
+        if getattr(o, name) is None:
+            setattr(o, name, defaults[bool(o.data)])
+    return o
+
+
+def check(parser: HfArgumentParser, o: Namespace) -> None:
+    """Values out of bounds, and options that do not go together, end the program in one sentence."""
+    for name, (least, most) in BOUNDS.items():
+        if not least <= getattr(o, name) <= (float("inf") if most is None else most):
+            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"at least {least}" if most is None else f"a value from {least} to {most}"))
+    if o.temperature <= 0:
+        parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
+    if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):
+        parser.error("--dtype bfloat16 rounds small updates away, so training keeps float32 weights; leave it out, or give --steps 0")
+    if o.corpus and not o.data:
+        parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
+    if o.data and not o.model:
+        parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
+    if o.data and o.cold_start_steps:
+        parser.error("--cold-start-steps has scripted demonstrations for the embedded world only; leave it out with --data")
