@@ -32,9 +32,9 @@ FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 
 def attend(q, k, v, mask, scale: float):
     """[n,G·H,S,D] queries on [n,H,K,D] keys and values -> [n,S,G·H·D]. The G query heads of a key head are stacked as G·S
-    queries of that one head, so keys are never repeated; mask: additive, [G·S,K] or [n,1,G·S,K]. None: causal, K = S."""
+    queries of that one head, so keys are never repeated; mask: additive, [G·S,K] or [n,1,G·S,K]. None: causal if K = S, else all is seen."""
     n, heads, S, D = q.shape
-    if mask is None:
+    if mask is None and S == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
         out = F.scaled_dot_product_attention(q.reshape(n, k.shape[1], -1, D), k, v, attn_mask=mask, scale=scale)
@@ -105,9 +105,12 @@ class ChunkCache:
         own = self.near[:, :, b, :, min(c, 1) * C:min(c, 1) * C + C]                  # [2,L,b,H,C,D]
         self.near[:, :, b, :, :C] = torch.lerp(own, own[:, -1:], alpha)
 
-    def mask(self, position: torch.Tensor) -> torch.Tensor:
-        """What the queries at position [n,S] of the open rows see: additive [n,1,G·S,M+W]; one for all rows if they stand alike."""
+    def mask(self, position: torch.Tensor) -> torch.Tensor | None:
+        """What the queries at position [n,S] of the open rows see: additive [n,1,G·S,M+W]; one for all rows if they stand alike, and
+        none if these decode one token each, which sees all that is there."""
         if bool((position == position[0]).all() & (self.old == self.old[0]).all()):
+            if position.shape[1] == 1:
+                return None
             position = position[:1]
         old, t = self.old[:len(position), None, None], position[:, :, None]           # [n,1,1], [n,S,1]
         slot = torch.arange(self.M + self.W)
