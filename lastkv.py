@@ -146,6 +146,7 @@ class LastKV(Policy):
     """
 
     rule = "lastkv"
+    branch_logprobs = None                                     # a branch would need the chunks of its own sequence: scored row by row
 
     def __init__(self, model, chunk_size: int = 512, alpha=None):
         modules = [module for family, module in FAMILIES.items() if isinstance(model, family)]
@@ -332,6 +333,7 @@ class Feedback(Policy):
     """
 
     rule = "feedback"
+    branch_logprobs = None                                     # what a token is fed back depends on the whole pass: scored row by row
 
     def __init__(self, model, rounds: int = 1, strength: float = 0.5, seed: int = 0):
         if rounds < 0:

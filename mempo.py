@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 GATES = ("own", "full", "none")
 
@@ -55,6 +56,45 @@ def score_answers(policy, contexts: list[list[int]], answers: list[tuple[list[in
     return out
 
 
+def branches(contexts: list[list[int]], answer: list[int], mask: list[int]) -> tuple[list[int], ...]:
+    """K contexts, each followed by the answer, as a trunk [T] and branches side by side: ids, start, position, select [Q]; and where each ends [K].
+
+    The longest context is the trunk. Each leaves it behind the last token that both have, and its branch begins with a copy of that token,
+    so that every prediction is made inside a branch.
+    """
+    trunk = max(contexts, key=len)
+    ids, start, position, select, ends = [], [], [], [], []
+    for context in contexts:
+        shared = next((t for t, (x, y) in enumerate(zip(context, trunk)) if x != y), len(context))
+        s, end = max(shared - 1, 0), len(context) + len(answer)
+        ids += context[s:] + answer
+        start += [s] * (end - s)
+        position += range(s, end)
+        select += [0] * (len(context) - s) + mask
+        ends.append(len(ids))
+    return trunk, ids, start, position, select, ends
+
+
+@torch.no_grad()
+def score_branches(policy, families: list[list[list[int]]], answers: list[tuple[list[int], list[int]]], token_budget: int = 16384):
+    """A1: what score_answers gives for every context, with what a family of contexts shares computed once -> a list of [A] a family.
+
+    A family is one trajectory's snapshots, with one answer. Each full_traj is a prefix of the longest, so its branch is the answer alone;
+    each mem_traj shares prompt_ids. The 2N rows cost about one pass over each trajectory. Contexts that share less only cost more.
+    """
+    out, which = [[] for _ in families], [f for f, contexts in enumerate(families) if contexts]
+    trees = [branches(families[f], *answers[f]) for f in which]
+    for batch in micro_batches([len(trunk) + len(ids) for trunk, ids, *_ in trees], token_budget):
+        columns = list(zip(*(trees[i] for i in batch)))
+        trunk, ids, start, position, select = (pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(policy.device)
+                                               for rows in columns[:5])                               # [B,T], [B,Q] …
+        logp = policy.branch_logprobs(trunk, ids, start, position, select.bool()).cpu()              # [B,Q]
+        for b, (i, ends) in enumerate(zip(batch, columns[5])):
+            A = len(answers[which[i]][0])
+            out[which[i]] = [logp[b, end - A:end] for end in ends]
+    return out
+
+
 def answer_probability(logp, ans_mask, threshold: float = 0.5, gate_logp=None) -> float:
     """A1: P = exp(mean of logp over the answer tokens that pass the threshold); 0 if none passes.
 
@@ -71,21 +111,22 @@ def memory_rewards(policy, tokenizer, full_trajs, mem_trajs, golds: list[str], t
     """A1: (P_mem, P_full) of every memory turn; the reward of turn k is P_mem_k − P_full_k.
 
     full_trajs, mem_trajs: a list of snapshots a trajectory; golds: one answer a trajectory. All N snapshots are scored as one
-    batch of 2N rows. gate: whose log-probabilities decide which tokens count: "own" (the notes: each side's), "full" (the
+    batch of 2N rows, by score_branches where the policy can read branches. gate: whose log-probabilities decide which tokens count: "own" (the notes: each side's), "full" (the
     full side's for both, so that what the history makes certain must be carried), "none" (no threshold).
     """
     if gate not in GATES:
         raise ValueError(f"unknown gate {gate!r}; use own, full or none")
-    flat_full, flat_mem = sum(full_trajs, []), sum(mem_trajs, [])
     built = {gold: build_answer(tokenizer, gold) for gold in set(golds)}
-    answers = [built[gold] for gold, snapshots in zip(golds, full_trajs) for _ in snapshots]          # [N]
-    logp = score_answers(policy, flat_full + flat_mem, answers + answers, token_budget)              # [2N]
-    N, pairs = len(answers), []
-    for full, mem, (_, mask) in zip(logp[:N], logp[N:], answers):
-        tau = 0.0 if gate == "none" else threshold
-        pairs.append((answer_probability(mem, mask, tau, full if gate == "full" else None), answer_probability(full, mask, tau)))
-    turns = iter(pairs)
-    return [[next(turns) for _ in snapshots] for snapshots in full_trajs]
+    answers, families = [built[gold] for gold in golds], [full + mem for full, mem in zip(full_trajs, mem_trajs)]
+    if getattr(policy, "branch_logprobs", None):
+        logp = score_branches(policy, families, answers, token_budget)
+    else:
+        flat = sum(families, [])                                                                     # [2N]
+        rows = iter(score_answers(policy, flat, [answer for answer, family in zip(answers, families) for _ in family], token_budget))
+        logp = [[next(rows) for _ in family] for family in families]
+    tau = 0.0 if gate == "none" else threshold
+    return [[(answer_probability(mem, mask, tau, full if gate == "full" else None), answer_probability(full, mask, tau))
+             for full, mem in zip(rows, rows[len(rows) // 2:])] for rows, (_, mask) in zip(logp, answers)]
 
 
 # ---- B4-algo, A2, A3: advantages ----

@@ -17,7 +17,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 PLAIN_CHAT_TEMPLATE = (  # for models that bring none
@@ -35,6 +35,11 @@ def pad_right(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
     for b, row in enumerate(rows):
         out[b, :len(row)] = torch.tensor(row, dtype=dtype)
     return out.to(device)
+
+
+def additive(visible: torch.Tensor, dtype) -> torch.Tensor:
+    """True where a query sees a key -> 0 there and the most negative number elsewhere, which every attention kernel adds to its scores."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def check_room(cache, end: torch.Tensor) -> None:
@@ -175,9 +180,7 @@ class Policy:
         cache.open(start, lengths, device)
         position = (cache.length[start:start + cache.n, None] + torch.arange(S)).to(device)         # [n,S]
         visible = torch.arange(cache.K, device=device) <= position[:, None, :, None]                # [n,1,S,K] slot j: j <= position
-        dtype = self.model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, torch.finfo(dtype).min)
-        hidden = self.model.base_model(**inputs, attention_mask=mask, position_ids=position, use_cache=True,
+        hidden = self.model.base_model(**inputs, attention_mask=additive(visible, self.model.dtype), position_ids=position, use_cache=True,
                                        **{self.cache_argument: cache}).last_hidden_state
         cache.length[start:start + cache.n] += lengths
         return hidden
@@ -207,9 +210,29 @@ class Policy:
         Only the selected positions pass the output layer, slice by slice, so [tokens × V] logits never exist whole.
         Position 0 has no prediction and cannot be selected.
         """
-        hidden = self.hidden(input_ids, attention_mask)[:, :-1]
-        select = select.bool()
-        chosen, target = hidden[select[:, 1:]], input_ids[:, 1:][select[:, 1:]]                     # [n,E], [n]
+        return self.selected(self.hidden(input_ids, attention_mask), input_ids, select.bool(), temperature)
+
+    @torch.no_grad()
+    def branch_logprobs(self, trunk, ids, start, position, select) -> torch.Tensor:
+        """`logprobs` of sequences that share their beginnings: branches [B,Q] that leave the sequences trunk [B,T], at temperature 1.
+
+        A row's branches lie side by side. Each of their tokens has its branch's `start`, the first `position` of the branch, and sees
+        the trunk's tokens before it and its own branch up to itself. A branch's first token has no prediction and cannot be selected.
+        The trunk passes once, causally, and then all branches as one chunk: no [T,T] mask. Right-padded, start and position with 0.
+        A subclass that computes something else in `hidden` sets this to None.
+        """
+        cache, slot = DynamicCache(), torch.arange(ids.shape[1], device=ids.device)                 # [Q]
+        self.model.base_model(input_ids=trunk, use_cache=True, **{self.cache_argument: cache})
+        first = slot - (position - start)                                                          # [B,Q] the slot where the branch begins
+        own = (first[:, :, None] == first[:, None, :]) & (slot[:, None] >= slot)                    # [B,Q,Q]
+        sees = torch.cat([torch.arange(trunk.shape[1], device=ids.device) < start[:, :, None], own], 2)[:, None]    # [B,1,Q,T+Q]
+        hidden = self.model.base_model(input_ids=ids, attention_mask=additive(sees, self.model.dtype), position_ids=position, use_cache=True,
+                                       **{self.cache_argument: cache}).last_hidden_state
+        return self.selected(hidden, ids, select, 1.0)
+
+    def selected(self, hidden, input_ids, select, temperature) -> torch.Tensor:
+        """`logprobs` from the hidden states [B,T,E] of the same tokens."""
+        chosen, target = hidden[:, :-1][select[:, 1:]], input_ids[:, 1:][select[:, 1:]]             # [n,E], [n]
 
         def gather(h, y):
             return torch.log_softmax(self.head(h).float() / temperature, -1).gather(-1, y[:, None])[:, 0]

@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_loop import Trajectory
 from helpers import tiny_model
-from mempo import (answer_probability, build_answer, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage,
-                   kl_to_reference, masked_mean, memory_rewards, micro_batches, normalise, ppo_loss, score_answers)
+from lastkv import Feedback, LastKV
+from mempo import (answer_probability, branches, build_answer, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage,
+                   kl_to_reference, masked_mean, memory_rewards, micro_batches, normalise, ppo_loss, score_answers, score_branches)
 from policy import Policy
 from train import rewards_and_advantages, update
 
@@ -141,8 +143,8 @@ def test_each_row_is_in_one_micro_batch_within_the_budget(lengths, budget):
 
 
 class Counting(Policy):
-    """Counts the rows that pass the model and the largest padded batch."""
-    rows = most = 0
+    """Counts the rows that pass the model and the largest padded batch. Reads no branches."""
+    rows, most, branch_logprobs = 0, 0, None
 
     def hidden(self, input_ids, attention_mask=None):
         self.rows, self.most = self.rows + len(input_ids), max(self.most, input_ids.numel())
@@ -177,6 +179,94 @@ def test_two_rows_a_snapshot_whatever_the_split():
     masks = [build_answer(tokenizer, g)[1] for _, g in rows]
     P = [answer_probability(e, m, 1e-3) for e, m in zip(expected, masks)]
     close(pairs, list(zip(P[144:], P[:144])), 1e-5)
+
+
+# ------------------------------------------------------------------------------------- the rows' shared beginnings
+def test_branches_of_a_trajectory_by_hand():
+    """Keeps out a branch whose positions go on from the trunk's end, a gold token out of reach of its prediction, and tokens computed twice."""
+    full, mem = [[1, 2, 3], [1, 2, 3, 4, 5]], [[1, 2, 7], [1, 2, 8, 9]]
+    trunk, ids, start, position, select, ends = branches(full + mem, [20, 21, 22], [0, 1, 0])
+    assert trunk == [1, 2, 3, 4, 5]
+    assert ids == [3, 20, 21, 22, 5, 20, 21, 22, 2, 7, 20, 21, 22, 2, 8, 9, 20, 21, 22]
+    assert start == [2] * 4 + [4] * 4 + [1] * 5 + [1] * 6
+    assert position == [2, 3, 4, 5, 4, 5, 6, 7, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6]
+    assert select == [0, 0, 1, 0] * 2 + [0, 0, 0, 1, 0] + [0, 0, 0, 0, 1, 0] and ends == [4, 8, 13, 19]
+
+
+def tiny_llama():
+    """Llama with eager attention, which adds a mask of True and False as 1 and 0."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                        initializer_range=0.15, attn_implementation="eager")).eval()
+
+
+MODELS = [tiny_model(40, initializer_range=0.15), tiny_llama()]                 # so that float32 rounds by less than 1e-5
+ORACLES = [deepcopy(model).double() for model in MODELS]
+
+
+@st.composite
+def snapshots(draw):
+    """The contexts of a trajectory: prefixes of it and the prompt with a memory, or lists that share what they happen to share."""
+    token = st.integers(0, draw(st.sampled_from([1, 39])))
+    if draw(st.booleans()):
+        return draw(st.lists(st.lists(token, min_size=1, max_size=12), max_size=6))
+    prompt, response = draw(st.lists(token, min_size=1, max_size=8)), draw(st.lists(token, min_size=1, max_size=30))
+    memories = draw(st.lists(st.lists(token, max_size=6), max_size=4))
+    return [prompt + response[:draw(st.integers(0, len(response)))] for _ in memories] + [prompt + memory for memory in memories]
+
+
+@quick
+@given(st.lists(snapshots(), max_size=4), st.data(), st.sampled_from([1, 60, 200, 10 ** 6]), st.sampled_from([0, 1]))
+def test_branches_are_the_rows_one_by_one(families, data, budget, which):
+    """Keeps out branches that see each other, padding or the trunk behind their start, wrong positions, and values for snapshots that are not nested."""
+    token = st.integers(0, 39)
+    answers = [data.draw(st.lists(st.tuples(token, st.integers(0, 1)), min_size=1, max_size=5)) for _ in families]
+    answers = [([i for i, _ in answer], [0] + [m for _, m in answer[1:]]) for answer in answers]
+    policy = Policy(MODELS[which])
+    scored = score_branches(policy, families, answers, budget)
+    rows = score_answers(policy, sum(families, []), [a for a, family in zip(answers, families) for _ in family], budget)
+    assert [len(family) for family in scored] == [len(family) for family in families]
+    for got, row in zip(sum(scored, []), rows, strict=True):
+        torch.testing.assert_close(got, row, atol=1e-5, rtol=1e-5)
+    for family, (ids, mask), got in zip(families, answers, scored):
+        for context, logp in zip(family, got):
+            with torch.no_grad():
+                right = torch.log_softmax(ORACLES[which](torch.tensor([context + ids])).logits[0], -1)[len(context) - 1:]
+            close(logp, [right[t, i] if m else 0.0 for t, (i, m) in enumerate(zip(ids, mask))], 1e-5)
+
+
+class Tokens(Policy):
+    """Counts the tokens that pass the model, padding included."""
+    fed = 0
+
+    def __init__(self, model):
+        super().__init__(model)
+        model.base_model.embed_tokens.register_forward_hook(lambda module, inputs, output: setattr(self, "fed", self.fed + inputs[0].numel()))
+
+
+def test_a_trajectory_is_read_once():
+    """Keeps out the history scored again for every memory turn, where the policy can do without."""
+    tokenizer, ids = Characters(), [i % 40 for i in range(900)]
+    full, mem = [ids[:100 * k] for k in range(2, 10)], [ids[:60] + [k] * 30 for k in range(1, 9)]
+    A = len(build_answer(tokenizer, "Oslo")[0])
+    fast, slow = Tokens(deepcopy(MODELS[0])), Tokens(deepcopy(MODELS[0]))
+    slow.branch_logprobs = None
+    pairs = [memory_rewards(policy, tokenizer, [full], [mem], ["Oslo"], threshold=1e-9) for policy in (fast, slow)]
+    close(*pairs, 1e-5)
+    assert min(min(pair) for pair in pairs[0][0]) > 0
+    assert fast.fed == 900 + 8 * (1 + A) + 8 * (1 + 30 + A) and slow.fed >= 8 * (550 + A) + 8 * (90 + A)
+
+
+@pytest.mark.parametrize("rule", [lambda model: LastKV(model, 4), Feedback])
+def test_other_rules_are_scored_row_by_row(rule):
+    """Keeps out LastKV or feedback scored as the plain transformer, whose branches they would inherit."""
+    policy, tokenizer, ids = rule(MODELS[0]), Characters(), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    full, mem, answer = [ids[:9], ids], [ids[:4] + [6, 6], ids[:4] + [7]], build_answer(tokenizer, "Oslo")
+    expected = [answer_probability(logp, answer[1], 0.0) for logp in score_answers(policy, full + mem, [answer] * 4)]
+    pairs = memory_rewards(policy, tokenizer, [full], [mem], ["Oslo"], gate="none")
+    assert pairs == [list(zip(expected[2:], expected[:2]))]
+    plain = memory_rewards(Policy(MODELS[0]), tokenizer, [full], [mem], ["Oslo"], gate="none")
+    assert max(abs(a - b) for pair, other in zip(pairs[0], plain[0]) for a, b in zip(pair, other)) > 1e-4
 
 
 # --------------------------------------------------------------------------------------------------------- advantages
