@@ -168,9 +168,11 @@ def memory_block(chat: Chat, ids: list[int]) -> tuple[int, list[int]] | None:
 
 def sample(logits, temperature: float, generator=None):
     """[n,V] -> (token [n], log-probability [n] of the distribution sampled); temperature 0 is greedy, a point mass."""
+    logp = torch.log_softmax(logits.float() / (temperature or 1), -1)
+    if logp[:, 0].isnan().any():                               # one logit that is not finite makes its whole row NaN
+        raise ValueError("the policy's logits are not finite, so nothing can be sampled: its weights are damaged; go back to an earlier checkpoint")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits))
-    logp = torch.log_softmax(logits.float() / temperature, -1)
     token = torch.multinomial(logp.exp(), 1, generator=generator)
     return token[:, 0], logp.gather(-1, token)[:, 0]
 

@@ -98,11 +98,13 @@ def score_branches(policy, families: list[list[list[int]]], answers: list[tuple[
 def answer_probability(logp, ans_mask, threshold: float = 0.5, gate_logp=None) -> float:
     """A1: P = exp(mean of logp over the answer tokens that pass the threshold); 0 if none passes.
 
-    logp, ans_mask: [A]. A token passes if gate_logp (default: logp itself) > log(threshold); threshold 0 lets all pass.
+    logp, ans_mask: [A]. A token passes if gate_logp (default: logp itself) > log(threshold); threshold 0 lets all pass. NaN stays NaN.
     """
-    logp = torch.as_tensor(logp)
+    logp, mask = torch.as_tensor(logp), torch.as_tensor(ans_mask).bool()
     gate = logp if gate_logp is None else torch.as_tensor(gate_logp)
-    passed = torch.as_tensor(ans_mask).bool() & (gate > math.log(threshold) if threshold > 0 else True)
+    if (logp + gate)[mask].isnan().any():                      # never to be taken for an answer that nobody knows
+        return math.nan
+    passed = mask & (gate > math.log(threshold) if threshold > 0 else True)
     return math.exp(logp[passed].double().mean()) if passed.any() else 0.0
 
 
@@ -111,8 +113,9 @@ def memory_rewards(policy, tokenizer, full_trajs, mem_trajs, golds: list[str], t
     """A1: (P_mem, P_full) of every memory turn; the reward of turn k is P_mem_k − P_full_k.
 
     full_trajs, mem_trajs: a list of snapshots a trajectory; golds: one answer a trajectory. All N snapshots are scored as one
-    batch of 2N rows, by score_branches where the policy can read branches. gate: whose log-probabilities decide which tokens count: "own" (the notes: each side's), "full" (the
-    full side's for both, so that what the history makes certain must be carried), "none" (no threshold).
+    batch of 2N rows, by score_branches where the policy can read branches. gate: whose log-probabilities decide which tokens count:
+    "own" (the notes: each side's), "full" (the full side's for both, so that what the history makes certain must be carried), "none"
+    (no threshold).
     """
     if gate not in GATES:
         raise ValueError(f"unknown gate {gate!r}; use own, full or none")

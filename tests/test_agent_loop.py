@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop import NOTICE, AgentMemory, information, neutralise, parse_action, rollout, window
+from agent_loop import NOTICE, AgentMemory, information, neutralise, parse_action, rollout, sample, window
 from world import world_questions, world_tokenizer
 from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model
 from policy import SYSTEM, Chat, Policy
@@ -525,3 +525,13 @@ def test_an_empty_search_finds_nothing_and_the_episode_goes_on():
     """Keeps out an empty query, which untrained policies write all the time, that ends the episode or the run."""
     _, [t] = play(["<think>", "</think>", "<search>", "</search>"] + LAST, tool=Retriever([{"id": "0", "title": "t", "text": "amber"}]))
     assert 'No results for "".' in TOKENIZER.decode(t.response_ids) and len(t.turns) == 2 and t.stop_reason == "answer"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_said(value, temperature):
+    """Keeps out a crash deep in the sampler, or a token chosen by a NaN."""
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = value
+    with pytest.raises(ValueError, match="logits are not finite"):
+        sample(logits, temperature)

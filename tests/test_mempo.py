@@ -79,6 +79,13 @@ def test_another_side_can_decide_what_passes():
     close(answer_probability(mem, [1, 1, 1], gate_logp=full), math.sqrt(0.95 * 0.2))
 
 
+def test_nan_stays_nan():
+    """Keeps out a broken score that the filter turns into P = 0, as if nobody knew the answer; what is not counted may be anything."""
+    nan = math.nan
+    assert math.isnan(answer_probability([-0.1, nan], [1, 1])) and math.isnan(answer_probability([-0.1, -0.1], [1, 1], gate_logp=[nan, -0.1]))
+    close(answer_probability([-0.1, nan], [1, 0], gate_logp=[-0.2, nan]), math.exp(-0.1))
+
+
 def test_no_threshold_hides_nothing():
     """Keeps out an impossible gold token, log p = -inf, that is left out of P where everything counts."""
     assert answer_probability([-0.1, -inf], [1, 1], threshold=0.0) == 0.0
