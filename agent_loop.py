@@ -16,6 +16,7 @@ from retriever import Retriever
 
 TAGS = ("mem", "think", "search", "access", "answer", "information")
 ACTIONS = ("search", "access", "answer")
+HISTORIES = ("full", "compressed", "none")                     # what a turn sees of the turns before it
 INSTRUCTIONS = """Answer the question below. Work in turns. In every turn first think inside <think>…</think>, then take exactly one action:
 <search>words</search> looks for documents, <access>title</access> opens one document (again for its next page), \
 <answer>text</answer> ends with the final answer, as short as possible. Results come back inside <information>…</information>.
@@ -144,7 +145,7 @@ class Limits:
     max_turn_tokens: int | None                                # sampled in one turn
     window: int | None                                         # the model's context
     top_k: int
-    history: str                                               # full | compressed
+    history: str                                               # of HISTORIES
 
 
 def memory_block(chat: Chat, ids: list[int]) -> tuple[int, list[int]] | None:
@@ -246,7 +247,7 @@ def open_turn(chat: Chat, episode: Episode, limits: Limits, reply: list[int]) ->
     """Append the reply to the last turn and set what comes next, or stop with the reason before anything is generated."""
     t = episode.trajectory
     length = len(t.response_ids) + len(reply) + len(forced(chat, episode))
-    context = len(episode.pending) if limits.history == "compressed" else len(t.prompt_ids) + length
+    context = len(t.prompt_ids) + length if limits.history == "full" else len(episode.pending)
     room = [("context", (limits.window or 1 << 60) - context), ("max_tokens", (limits.max_response_tokens or 1 << 60) - length)]
     for reason, left in room:
         if left < 1:
@@ -284,6 +285,8 @@ def close_turn(chat: Chat, episode: Episode, limits: Limits, counters: dict) -> 
         episode.pending = episode.sampled[-1:] + reply + chat.mem    # a token sampled last was not fed yet
         if limits.history == "compressed":
             episode.pending = chat.messages(window(episode.memory)) + chat.mem
+        elif limits.history == "none":
+            episode.pending = t.prompt_ids + chat.mem
         open_turn(chat, episode, limits, reply)
 
 
@@ -293,7 +296,7 @@ def open_context(policy, batch: list[Episode], limits: Limits, counters):
     rows = [which.setdefault(tuple(episode.pending), len(which)) for episode in batch]
     pieces = [list(context) for context in which]
     longest = max(map(len, pieces))
-    most = longest + (max(e.budget for e in batch) if limits.history == "compressed" else limits.max_response_tokens or 1 << 60)
+    most = longest + (limits.max_response_tokens or 1 << 60 if limits.history == "full" else max(e.budget for e in batch))
     shared = policy.new_cache(len(pieces), longest if len(pieces) < len(batch) else most)
     logits = feed(policy, shared, pieces, counters)
     if len(pieces) == len(batch):
@@ -315,21 +318,23 @@ def waste(trajectories: list[Trajectory], counters: dict) -> dict:
 def rollout(policy, tokenizer, questions, retriever=None, *, group_size: int = 16, max_turns: int = 8,
             max_response_tokens: int | None = 4096, max_turn_tokens: int | None = None, temperature: float = 1.0,
             top_k: int = 5, history: str = "full", instructions: str = INSTRUCTIONS, generator=None,
-            counters: dict | None = None) -> list[Trajectory]:
+            counters: dict | None = None, retriever_options: dict | None = None) -> list[Trajectory]:
     """B6: group_size episodes of every question, in one batch -> trajectories, question after question.
 
-    questions: dicts {"question", "answers"}; for one that brings "documents" those alone are searched. history "full" appends to one cache and is what training uses; "compressed" rebuilds each
-    turn's context from AgentMemory. Every sampling setting stands here: a checkpoint's generation config has no say.
+    questions: dicts {"question", "answers"}; for one that brings "documents" those alone are searched, by a Retriever(documents,
+    **retriever_options). history "full" appends to one cache and is what training uses; "compressed" rebuilds each turn's context from
+    AgentMemory; "none" shows every turn the question alone, neither memories nor results: what the policy answers by itself.
+    Every sampling setting stands here: a checkpoint's generation config has no say.
     counters receives the tokens "prefilled" (fed in chunks), "decoded" (fed one by one) and sampled "after_stop".
     """
-    if history not in ("full", "compressed"):
-        raise ValueError(f"unknown history {history!r}; use full or compressed")
+    if history not in HISTORIES:
+        raise ValueError(f"unknown history {history!r}; use {', '.join(HISTORIES)}")
     chat, limits = Chat(tokenizer), Limits(max_turns, max_response_tokens, max_turn_tokens, policy.context_length, top_k, history)
     counters = {} if counters is None else counters
     counters.update(prefilled=0, decoded=0, after_stop=0)
     batch = []
     for group, question in enumerate(questions):
-        own = Retriever(question["documents"]) if question.get("documents") else retriever
+        own = Retriever(question["documents"], **(retriever_options or {})) if question.get("documents") else retriever
         message = instructions.replace("{question}", question["question"])
         prompt = chat.prompt(message)
         batch += [Episode(Trajectory(group, question, prompt), own, AgentMemory(message), prompt) for _ in range(group_size)]
@@ -345,7 +350,7 @@ def rollout(policy, tokenizer, questions, retriever=None, *, group_size: int = 1
         batch = batch[:n]
         if not batch:
             return trajectories
-        if cache is None or history == "compressed":
+        if cache is None or history != "full":
             cache, logits = open_context(policy, batch, limits, counters)
         else:
             logits = feed(policy, cache, [e.pending for e in batch], counters)

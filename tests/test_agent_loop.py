@@ -192,7 +192,7 @@ def play(*scripts: list[str], tool=None, context_length=None, questions=None, **
     for i, t in enumerate(trajectories):
         assert len(t.response_ids) == len(t.response_mask) == len(t.rollout_logprobs)
         fed = policy.contexts[ids(f"Q{i}")[0]]
-        if options.get("history") != "compressed" and fed:          # nothing re-encoded, the last sampled token not needed
+        if options.get("history", "full") == "full" and fed:          # nothing re-encoded, the last sampled token not needed
             assert fed == [t.prompt_ids + t.response_ids[:-1]]
     return policy, trajectories
 
@@ -487,8 +487,25 @@ def test_a_real_models_compressed_contexts():
 
 def test_an_unknown_history_is_refused():
     """Keeps out a mistyped history that runs as the other one."""
-    with pytest.raises(ValueError, match="use full or compressed"):
-        rollout(Policy(tiny_model(len(WORLD))), WORLD, [], history="none")
+    with pytest.raises(ValueError, match="unknown history 'half'; use full, compressed, none"):
+        rollout(Policy(tiny_model(len(WORLD))), WORLD, [], history="half")
+
+
+def test_without_history_every_turn_sees_the_question_alone():
+    """Keeps out a memory or a result that leaks into a turn which is to have neither, and a second turn without its forced `<mem>`."""
+    policy, [t] = play(FIRST + LATER + LAST, history="none")
+    prompt = CHAT.prompt("Q0")
+    assert [fed[:len(prompt) + 1] for fed in policy.contexts[ids("Q0")[0]]] == [prompt + ids("<think>"), prompt + ids("<mem>"), prompt + ids("<mem>")]
+    assert t.context_lengths == [len(prompt), len(prompt) + 1, len(prompt) + 1] and t.stop_reason == "answer" and not t.full_traj
+    assert "<information>" in TOKENIZER.decode(t.response_ids)     # the record of what happened is whole all the same
+
+
+def test_documents_of_a_questions_own_are_cut_as_asked():
+    """Keeps out an option for the shared corpus that a question with its own documents never sees."""
+    question = {"question": "Q0", "answers": ["z"], "documents": [{"id": "0", "title": "x", "text": "abcdef"}]}
+    policy = ScriptedPolicy({ids("Q0")[0]: ids(*FIRST, *LAST)}, len(TOKENIZER))
+    [t] = rollout(policy, TOKENIZER, [question], group_size=1, instructions="{question}", retriever_options={"max_doc_chars": 2})
+    assert "[1] x: ab</information>" in TOKENIZER.decode(t.response_ids)
 
 
 def test_a_page_in_a_compressed_context_is_cut_before_it_is_wrapped():
