@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retriever import Retriever
+from reward import answer_parts
 from world import WORLD_INSTRUCTIONS, question_stream, world_questions
 
 @dataclass
@@ -107,6 +108,32 @@ def read_corpus(path) -> list[dict]:
     if not documents:
         raise ValueError(f"{path} holds no document")
     return documents
+
+
+def as_one(parts: list[dict]) -> dict:
+    """Several questions as one: numbered, a list of aliases for each part of the answer in order, and all documents that the parts bring."""
+    if len({bool(q.get("documents")) for q in parts}) > 1:
+        raise ValueError(f"questions {parts[0]['id']} … {parts[-1]['id']}: some bring documents of their own and some do not, so they cannot be "
+                         "asked as one; give all of them documents, or none and a --corpus")
+    documents = {}                                             # what several parts bring is there once, and ids stay apart
+    for i, q in enumerate(parts, 1):
+        for d in q.get("documents") or []:
+            documents.setdefault((d["title"], d["text"]), {**d, "id": f"{i}-{d['id']}"})
+    text = (f"Answer these {len(parts)} questions. Give the {len(parts)} answers in this order, separated by \";\".\n"
+            + "\n".join(f"{i}. {q['question']}" for i, q in enumerate(parts, 1)))
+    one = {"id": "+".join(q["id"] for q in parts), "question": text, "answers": [aliases for q in parts for aliases in answer_parts(q["answers"])]}
+    return one | ({"documents": list(documents.values())} if documents else {})
+
+
+def objectives(questions: list[dict], n: int, seed: int) -> list[dict]:
+    """The multi-objective form: the questions in an order drawn from the seed, n by n asked as one; the last len(questions) % n are left over.
+
+    An answer that itself holds a ";" counts as so many parts. n = 1 leaves the questions as they are, in their own order.
+    """
+    if n == 1:
+        return questions
+    order = random.Random(f"{seed} objectives").sample(questions, len(questions))
+    return [as_one(order[i:i + n]) for i in range(0, len(order) - n + 1, n)]
 
 
 def endless(questions: list[dict], seed: int) -> Iterator[dict]:
