@@ -13,7 +13,7 @@ from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "save_every": (50, 20)}
+            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "save_every": (50, 20)}
 
 
 def option(default, help: str, **metadata):
@@ -50,6 +50,7 @@ class DataOptions:
     eval_questions: int | None = option("eval_questions", "held-out questions for the final table")
     eval_split: str = option("test", "embedded world: dev to choose settings, test to report", choices=["dev", "test"])
     eval_turns: int = option(64, "turns of an episode at evaluation")
+    eval_batch_size: int | None = option("eval_batch_size", "questions that run side by side at evaluation")
 
 
 @dataclass
@@ -98,7 +99,7 @@ GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOpti
 HARMLESS = ("out", "resume", "save_every")                     # may differ when a run goes on: the result does not depend on them
 # option -> (least, most or None)
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
-              token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None), eval_turns=(1, None),
+              token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None), eval_turns=(1, None), eval_batch_size=(1, None),
               cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None), replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1),
               clip_low=(0, 1), clip_high=(0, None), lr=(0, None), cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None),
               format_score=(0, 1))
