@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from corpus import load_corpus
 from retriever import Retriever
 from reward import answer_parts
 from world import WORLD_INSTRUCTIONS, question_stream, world_questions
@@ -100,16 +101,6 @@ def read_questions(path) -> tuple[list[dict], list[dict]]:
     return questions, list(documents.values())
 
 
-def read_corpus(path) -> list[dict]:
-    """Documents of a JSONL file with "id", "title", "text"."""
-    if not Path(path).is_file():
-        raise ValueError(f"there is no corpus file {path}; --corpus takes JSONL with id, title and text")
-    documents = [checked_document(row, f"{path}, line {number}", number) for number, row in read_json_lines(path)]
-    if not documents:
-        raise ValueError(f"{path} holds no document")
-    return documents
-
-
 def as_one(parts: list[dict]) -> dict:
     """Several questions as one: numbered, a list of aliases for each part of the answer in order, and all documents that the parts bring."""
     if len({bool(q.get("documents")) for q in parts}) > 1:
@@ -148,11 +139,10 @@ def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: i
     if data is None:
         return Data(question_stream(random.Random(f"{seed} train"), "train"), world_questions(eval_questions, seed, eval_split), None, WORLD_INSTRUCTIONS)
     questions, documents = read_questions(data)
-    if corpus is not None:
-        documents = read_corpus(corpus)
-    if not documents and not all(q.get("documents") for q in questions):
+    retriever = load_corpus(corpus) if corpus is not None else Retriever(documents) if documents else None
+    if retriever is None and not all(q.get("documents") for q in questions):
         raise ValueError(f"{data} brings no documents to search; give them with --corpus")
     if eval_questions >= len(questions):
         raise ValueError(f"{data} holds {len(questions)} questions, so --eval-questions {eval_questions} leaves none to train on")
     questions = random.Random(0).sample(questions, len(questions))   # the same held-out questions for every seed
-    return Data(endless(questions[eval_questions:], seed), questions[:eval_questions], Retriever(documents) if documents else None, instructions)
+    return Data(endless(questions[eval_questions:], seed), questions[:eval_questions], retriever, instructions)
