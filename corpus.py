@@ -14,6 +14,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from retriever import BM25, TOKENIZER, Retriever, name_entries, texts_of
 
 LARGE = 2 ** 22                                                # bytes of a corpus file, some thousand passages: above it the index is saved
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mempo-lastkv"
+CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "mempo-lastkv")
 
 
 def corpus_document(row, i: int) -> dict:
@@ -33,7 +34,7 @@ def corpus_document(row, i: int) -> dict:
     title, text = row.get("title"), row.get("text")
     if text is None and isinstance(row.get("contents"), str):
         first, newline, rest = row["contents"].partition("\n")
-        first, text = (first, rest) if newline else ("", first)
+        first, text = (first.strip(), rest) if newline else ("", first)
         title = title if isinstance(title, str) else first[1:-1] if len(first) > 1 and first[0] == first[-1] == '"' else first
     if not isinstance(title, str) or not isinstance(text, str):
         raise ValueError('a document needs a "title" and a "text", or "contents"')
@@ -85,7 +86,7 @@ class JsonLines:
         try:
             return corpus_document(json.loads(line.decode()), i)
         except ValueError as error:
-            what = {json.JSONDecodeError: "not valid JSON", UnicodeDecodeError: "not UTF-8"}.get(type(error), error)
+            what = f"not valid JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
             with open(self.path, "rb") as file:
                 number = next(n for n, end in enumerate(accumulate(map(len, file)), 1) if end > self.starts[i])
             raise ValueError(f"{self.path}, line {number}: {what}; mend or delete the line") from None
@@ -136,13 +137,20 @@ def read_corpus(path, starts=None) -> list[dict] | JsonLines:
 
 
 def fingerprint(path, *settings) -> str:
-    """A hash of the content of a file and of the settings that its index depends on."""
-    digest = hashlib.sha256(repr(settings).encode())
-    with open(path, "rb") as file, file_bar(path, "Reading") as bar:
-        while part := file.read(2 ** 22):
-            digest.update(part)
-            bar.update(len(part))
-    return digest.hexdigest()[:32]
+    """A hash of the whole content of a file and of the settings that its index depends on."""
+    size, piece = Path(path).stat().st_size, 2 ** 24
+
+    def digest(start: int) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(piece)).digest()
+
+    with ThreadPoolExecutor(8) as pool, file_bar(path, "Reading") as bar:    # hashing and reading leave Python's lock alone
+        pieces = []
+        for piece_digest in pool.map(digest, range(0, size, piece)):
+            pieces.append(piece_digest)
+            bar.update(piece)
+    return hashlib.sha256(repr((size, settings, pieces)).encode()).hexdigest()[:32]
 
 
 def open_index(path, folder: Path) -> Retriever:
@@ -156,6 +164,9 @@ def open_index(path, folder: Path) -> Retriever:
 
 def build_index(path, folder: Path, k1: float, b: float) -> None:
     """Index a corpus file in `folder`, under another name until it is whole: no process takes a part of it for all."""
+    for left in folder.parent.glob("building-*"):              # by a process that was killed: no build takes a day
+        if time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent, ignore_cleanup_errors=True) as temporary:
         unfinished, documents, names = Path(temporary) / folder.name, read_corpus(path), array("Q")
 
@@ -178,13 +189,14 @@ def build_index(path, folder: Path, k1: float, b: float) -> None:
 
 
 def load_corpus(path, k1: float = 1.5, b: float = 0.75) -> Retriever:
-    """A retriever over a corpus file. The index of a large one is saved in PATH.index, or else in the user's cache, and found again by a
-    hash of the whole file and of the settings.
+    """A retriever over a corpus file. The index of a large one is saved in PATH.index, or else in the user's cache, and found again by the
+    hash of the whole file and the settings.
 
-    What an interrupted build left is never used; a damaged index is built again; of two processes that build at once the first to end is kept.
+    What an interrupted build left is never used; an index with a file missing or cut off is built again; of two processes that build at
+    once the first to end is kept. An index may be deleted at any time.
     """
-    documents = read_corpus(path) if not Path(path).is_file() or Path(path).stat().st_size <= LARGE else None
-    if documents is not None:
+    if not Path(path).is_file() or Path(path).stat().st_size <= LARGE:
+        documents = read_corpus(path)
         return Retriever(documents, index=BM25(texts_of(documents), k1, b))
     homes, name = (Path(f"{path}.index"), CACHE), fingerprint(path, TOKENIZER, k1, b)
     for home in homes:
@@ -197,9 +209,6 @@ def load_corpus(path, k1: float = 1.5, b: float = 0.75) -> Retriever:
     for home in homes:
         try:
             home.mkdir(parents=True, exist_ok=True)
-            for left in home.glob("building-*"):               # killed, not interrupted: no build takes a day
-                if time.time() - left.stat().st_mtime > 86400:
-                    shutil.rmtree(left, ignore_errors=True)
             build_index(path, home / name, k1, b)
             return open_index(path, home / name)
         except OSError as error:

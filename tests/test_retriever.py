@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retriever import BM25, Retriever, tokenize
+import retriever
+from retriever import BM25, CJK, WORD, Retriever, fold, tokenize, top_k
 
 pytestmark = pytest.mark.filterwarnings("error")                   # a 0/0 in numpy only warns
 HOTPOT = Path(__file__).resolve().parents[2] / "shared" / "data" / "hotpotqa_100.json"
@@ -158,6 +159,76 @@ def test_every_top_k_is_the_head_of_the_next(texts, query, k):
     assert index.search(query, k) == index.search(query, k + 1)[:k]
 
 
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0]), max_size=700), st.integers(1, 12), st.integers(0, 70))
+@quick
+def test_top_k_equals_a_full_sort(values, k, gap):
+    """Keeps out a bound that drops one of the best: many ties, the best ones close together or a column of 64 apart."""
+    scores = np.zeros(len(values) * (gap + 1), np.float32)
+    scores[::gap + 1] = values
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    assert list(top_k(scores, k)) == [i for i in order if scores[i] > 0][:k]
+
+
+# --------------------------------------------------------------------------------------------------------- blocks
+def plain_arrays(texts, k1=1.5, b=0.75):
+    """vocabulary, indptr, docs, scores of all texts at once, by one sort of all their tokens: the plain build that blocks must equal."""
+    vocabulary, words = {}, [tokenize(text) for text in texts]
+    terms = np.array([vocabulary.setdefault(word, len(vocabulary)) for doc in words for word in doc], np.int64)      # [M]
+    N, dl = len(words), np.array([len(doc) for doc in words], np.int64)
+    cells, tf = np.unique(terms * N + np.repeat(np.arange(N), dl), return_counts=True)
+    term, doc = np.divmod(cells, N)
+    df = np.bincount(term, minlength=len(vocabulary))
+    scores = retriever.idf(N, df)[term] * retriever.tf_part(tf, dl[doc], dl.sum() / N, k1, b)
+    return list(vocabulary), np.concatenate(([0], np.cumsum(df))), doc.astype(np.int32), scores.astype(np.float32)
+
+
+@given(corpora.filter(bool), st.integers(1, 30), st.booleans())
+@quick
+def test_blocks_of_any_size_equal_the_plain_build(tmp_path_factory, texts, block, on_disk):
+    """Keeps out a posting that is lost, doubled or out of order where blocks meet: every array is equal to the last bit."""
+    folder = tmp_path_factory.mktemp("index") / "new" if on_disk else None
+    index = BM25(iter(texts), folder=folder, block=block)
+    vocabulary, *arrays = plain_arrays(texts)
+    assert list(index.vocabulary) == vocabulary and index.N == len(texts)
+    for name, expected in zip(BM25.ARRAYS, arrays):
+        assert getattr(index, name).dtype == expected.dtype and np.array_equal(getattr(index, name), expected)
+    if on_disk:
+        assert BM25.load(folder).search("lake amber", 20) == index.search("lake amber", 20) == BM25(texts).search("lake amber", 20)
+        assert sorted(file.name for file in folder.iterdir()) == ["docs.npy", "indptr.npy", "scores.npy", "vocabulary.json"]
+
+
+def test_blocks_go_to_the_disk_as_texts_come(tmp_path):
+    """Keeps out a build that first reads all texts, and one that holds all postings in memory."""
+    seen = []
+
+    def texts():
+        for i in range(10):
+            seen.append(len(list(tmp_path.glob("block*-docs.npy"))))
+            yield f"amber lake word{i} hill"
+    index = BM25(texts(), folder=tmp_path, block=8)
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert all(isinstance(values, np.memmap) for values in (index.indptr, index.docs, index.scores))
+
+
+def test_a_word_that_stands_very_often_in_one_document():
+    """Keeps out a count of two bytes that starts again at 65,536."""
+    texts = ["amber " * count + "lake" for count in (1, 65_535, 65_536, 70_000)]
+    scores = [score for _, score in sorted(BM25(texts, b=0.0, block=1).search("amber"))]
+    assert scores == pytest.approx([math.log(1 + 0.5 / 4.5) * tf / (tf + 1.5) for tf in (1, 65_535, 65_536, 70_000)], abs=1e-7)
+    assert scores[2] > scores[0] + 0.05
+
+
+def test_an_unfinished_build_does_not_load(tmp_path):
+    """Keeps out an index of the texts before the one that failed."""
+    def texts():
+        yield from ("amber lake", "hill")
+        raise RuntimeError("the third line is broken")
+    with pytest.raises(RuntimeError):
+        BM25(texts(), folder=tmp_path, block=1)
+    with pytest.raises(FileNotFoundError, match="vocabulary.json is missing"):
+        BM25.load(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------------- words
 SCRIPTS = ["café naïve étude", "초과근무 승인 규칙", "北京大学在中国", "plain caf text", "横浜タワーへ行く", "हिन्दी भाषा"]
 
@@ -193,6 +264,13 @@ def test_text_with_letters_has_words_whatever_its_normal_form(text):
     assert bool(words) == any(c.isalnum() or c == "_" for c in unicodedata.normalize("NFKC", text).lower())
     assert words == tokenize(unicodedata.normalize("NFD", text))
     assert words == tokenize(" ".join(words))
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=127), max_size=40))
+@quick
+def test_ascii_is_cut_as_all_other_text(text):
+    """Keeps out a short cut for ASCII that finds other words."""
+    assert tokenize(text) == WORD.findall(CJK.sub(r" \1 ", text.lower()))
 
 
 # ---------------------------------------------------------------------------------------------------- save and load
@@ -295,6 +373,31 @@ def test_each_text_is_cut_before_the_results_are_put_together():
 def test_access_finds_by_title_or_id(name, text):
     """Keeps out a document that cannot be opened by the very name that the search result shows."""
     assert Retriever(DOCUMENTS).access(name) == [text]
+
+
+def find_in_dicts(documents, name):
+    """What Retriever.find must equal: a dict of the names as written and one of the folded names, titles before ids."""
+    exact, folded = {}, {}
+    titles, ids = [d["title"] for d in documents], ["" if d.get("id") is None else str(d["id"]) for d in documents]
+    for names in (titles, ids):
+        for i, each in enumerate(names):
+            exact.setdefault(each, i)
+            folded.setdefault(fold(each), i)
+    return exact.get(name, folded.get(fold(name)))
+
+
+names = st.sampled_from(["Oslo", "oslo", " OSLO", "Blänk", "bla\u0308nk", "7", "", " ", "\ud800", "京"]) | st.text(max_size=2)
+
+
+@given(st.lists(st.fixed_dictionaries({"title": names, "text": st.just("x")}, optional={"id": names | st.none() | st.just(7)}), max_size=8), names, st.booleans())
+@quick
+def test_names_equal_the_dicts(documents, name, collide):
+    """Keeps out another order of title, id, exact and folded, an answer by hash alone, and a collision that hides a name."""
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(retriever.zlib, "crc32", lambda _: 0xFFFFFFFF)
+        found = Retriever(documents)
+        assert [found.find(each) for each in (name, "oslo", "7")] == [find_in_dicts(documents, each) for each in (name, "oslo", "7")]
 
 
 @pytest.mark.parametrize("name", ["", " ", "Berge", "zyxxy"])
