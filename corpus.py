@@ -153,10 +153,10 @@ def fingerprint(path, *settings) -> str:
     return hashlib.sha256(repr((size, settings, pieces)).encode()).hexdigest()[:32]
 
 
-def open_index(path, folder: Path) -> Retriever:
-    """The retriever that build_index saved in `folder`, memory-mapped. Raises OSError, EOFError or ValueError if it is not there or damaged."""
+def open_index(path, folder: Path, **sizes: int) -> Retriever:
+    """The retriever over what build_index saved in `folder`, memory-mapped. Raises OSError, EOFError or ValueError if it is not there or damaged."""
     starts, names = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "names"))
-    retriever = Retriever(read_corpus(path, starts), index=BM25.load(folder), names=names)
+    retriever = Retriever(read_corpus(path, starts), index=BM25.load(folder), names=names, **sizes)
     if len(names) != 2 * len(retriever.documents):
         raise ValueError(f"the index in {folder} is damaged")
     return retriever
@@ -188,8 +188,8 @@ def build_index(path, folder: Path, k1: float, b: float) -> None:
                 raise
 
 
-def load_corpus(path, k1: float = 1.5, b: float = 0.75) -> Retriever:
-    """A retriever over a corpus file. The index of a large one is saved in PATH.index, or else in the user's cache, and found again by the
+def load_corpus(path, k1: float = 1.5, b: float = 0.75, **sizes: int) -> Retriever:
+    """A retriever, with the given sizes (max_doc_chars, page_chars, max_pages), over a corpus file. The index of a large one is saved in PATH.index, or else in the user's cache, and found again by the
     hash of the whole file and the settings.
 
     What an interrupted build left is never used; an index with a file missing or cut off is built again; of two processes that build at
@@ -197,11 +197,11 @@ def load_corpus(path, k1: float = 1.5, b: float = 0.75) -> Retriever:
     """
     if not Path(path).is_file() or Path(path).stat().st_size <= LARGE:
         documents = read_corpus(path)
-        return Retriever(documents, index=BM25(texts_of(documents), k1, b))
+        return Retriever(documents, index=BM25(texts_of(documents), k1, b), **sizes)
     homes, name = (Path(f"{path}.index"), CACHE), fingerprint(path, TOKENIZER, k1, b)
     for home in homes:
         try:
-            return open_index(path, home / name)
+            return open_index(path, home / name, **sizes)
         except (FileNotFoundError, EOFError, ValueError):      # none, or a damaged one
             shutil.rmtree(home / name, ignore_errors=True)
         except OSError:                                        # one that may not be read
@@ -210,7 +210,7 @@ def load_corpus(path, k1: float = 1.5, b: float = 0.75) -> Retriever:
         try:
             home.mkdir(parents=True, exist_ok=True)
             build_index(path, home / name, k1, b)
-            return open_index(path, home / name)
+            return open_index(path, home / name, **sizes)
         except OSError as error:
             problem = error
     raise ValueError(f"the index of {path} can be written neither to {homes[0]} nor to {homes[1]} ({problem}); "

@@ -30,7 +30,8 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
-from data import load_data, objectives, read_corpus, read_questions
+from corpus import load_corpus
+from data import load_data, objectives, read_questions
 from lastkv import under_rule
 from policy import load_policy, run_script, usable_device
 from retriever import Retriever
@@ -283,11 +284,10 @@ def finished(path: Path, plan: list) -> tuple[list[dict], int]:
 def ask(o: Namespace, settings: dict, plan: list, documents: list[dict], rows: list[dict]) -> None:
     """Run the batches of the plan and append their rows, also to results.jsonl as soon as each batch is through."""
     usable_device(o.device)                                    # before anything slow
-    documents = read_corpus(o.corpus) if o.corpus else documents
-    if not documents and not all(q.get("documents") for *_, questions in plan for q in questions):
-        raise ValueError(f"{o.data} brings no documents to search; give them with --corpus")
     sizes = {name: getattr(o, name) for name in ("max_doc_chars", "page_chars", "max_pages")}
-    retriever = Retriever(documents, **sizes) if documents else None
+    retriever = load_corpus(o.corpus, **sizes) if o.corpus else Retriever(documents, **sizes) if documents else None
+    if retriever is None and not all(q.get("documents") for *_, questions in plan for q in questions):
+        raise ValueError(f"{o.data} brings no documents to search; give them with --corpus")
     policy, tokenizer = load_policy(o.model, o.dtype, o.device)
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
     out = Path(o.out)

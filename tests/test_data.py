@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data import load_data, read_corpus, read_questions
+from corpus import read_corpus
+from data import load_data, read_questions
 from retriever import Retriever
 
 HOTPOT = Path(__file__).parents[2] / "shared" / "data" / "hotpotqa_100.json"
