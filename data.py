@@ -1,14 +1,20 @@
-"""Questions and documents as people have them: JSONL, HotpotQA; or the embedded world's.
+"""Questions and documents as people have them: JSONL, HotpotQA, 2WikiMultihopQA, MuSiQue; or the embedded world's.
 
-A question is a dict {"question", "answers", "id"}, and maybe "documents" [{"id", "title", "text"}], which then are all that is searched for it.
+A question is a dict {"question", "answers", "id"}: the gold answer, then its aliases; and maybe "documents" [{"id", "title", "text"}], which then
+are all that is searched for it, and "support" [(title, sentence)]: what the answer rests on, in the published order.
 
     questions, documents = read_questions("hotpot_dev_distractor_v1.json")
 """
 import json
 import random
+import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+
+from tqdm import tqdm
 
 from corpus import load_corpus
 from retriever import Retriever
@@ -22,39 +28,176 @@ class Data:
     eval: list[dict]
     retriever: Retriever | None                                # over the shared corpus; None where questions bring their documents
     instructions: str                                          # the first user message, with {question}
+    questions: list[dict] = field(default_factory=list)        # what `train` draws from; empty in the embedded world
+
+
+# ---- files of JSON ----
+
+FOREIGN = {  # what a file starts with -> what it is and what to do; {0} is its name, {1} the JSONL to be made of it
+    b"PAR1": 'a Parquet file; make JSONL of it once: pip install pandas pyarrow && python -c "import pandas; '
+             'pandas.read_parquet(\'{0}\').to_json(\'{1}\', orient=\'records\', lines=True)"',
+    b"\x1f\x8b": "compressed (gzip); unpack it first: gunzip -k {0}", b"BZh": "compressed (bzip2); unpack it first: bunzip2 -k {0}",
+    b"\xfd7zXZ": "compressed (xz); unpack it first: unxz -k {0}", b"\x28\xb5\x2f\xfd": "compressed (zstd); unpack it first: unzstd {0}",
+    b"PK\x03\x04": "a zip archive; unpack it first: unzip {0}",
+    b"version https://git-lfs": "a Git LFS pointer, not the data; fetch that: git lfs pull",
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8", b"\xfe\xff": "UTF-16 text; save it as UTF-8"}
+
+
+def is_array(path, kind: str) -> bool:
+    """Whether a file's content is one JSON array; else it is taken for JSONL. Raises ValueError for what can be neither."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; give one of its files")
+    if not Path(path).is_file():
+        raise ValueError(f"there is no {kind} file {path}")
+    with open(path, "rb") as file:
+        start = file.read(4096)
+        for magic, words in FOREIGN.items():
+            if start.startswith(magic):
+                raise ValueError(f"{path} is {words.format(path, Path(path).with_suffix('.jsonl'))}")
+        text = start.removeprefix(b"\xef\xbb\xbf").lstrip()   # a byte-order mark
+        while start and not text:
+            start = file.read(4096)
+            text = start.lstrip()
+    if not text:
+        raise ValueError(f"{path} is empty; its download or copy failed, so fetch it again")
+    if text.startswith(b"<"):
+        raise ValueError(f"{path} is a web page (HTML), not the data that it may link to; download the file itself")
+    return text.startswith(b"[")
+
+
+def utf8(raw: bytes, path, line: int = 0) -> str:
+    """The text without a byte-order mark. Raises ValueError with the line: the given one, or counted."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = line or raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}: not UTF-8 (byte 0x{raw[error.start]:02x}); save the file as UTF-8, or download it again") from None
+
+
+def reading_bar(path) -> tqdm:
+    """A bar over a file's bytes, for files that take longer than two seconds."""
+    return tqdm(desc=f"reading {Path(path).name}", total=Path(path).stat().st_size, unit="B", unit_scale=True, delay=2, leave=False)
 
 
 def read_json_lines(path) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of each non-blank line; a byte-order mark and Windows line ends are fine."""
-    with open(path, encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, 1):
+    """(line number, object) of each non-blank line; a byte-order mark and Windows line ends are fine, and U+2028 ends no line."""
+    with open(path, "rb") as file, reading_bar(path) as bar:
+        for number, raw in enumerate(file, 1):
+            bar.update(len(raw))
+            line = utf8(raw, path, number)
             if line.strip():
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}); mend or delete the line") from None
+                    remedy = "mend or delete the line" if raw.endswith(b"\n") else "if the download was cut off here, fetch the file again"
+                    raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}); {remedy}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number}: a JSON object is needed, not {type(row).__name__}")
                 yield number, row
 
 
 def read_array(path) -> Iterator[tuple[int, dict]]:
-    """(entry number, object) of a JSON array."""
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend it or download it again") from None
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, entry {number}: a JSON object is needed, not {type(row).__name__}")
-        yield number, row
+    """(entry number, object) of a JSON array, parsed entry by entry: half a gigabyte of HotpotQA never stands in memory as objects."""
+    text = utf8(Path(path).read_bytes(), path)
+    space, parse, end, at = re.compile(r"\s*"), json.JSONDecoder().raw_decode, len(text.rstrip()), text.index("[")
+    if re.fullmatch(r"\s*\[\s*\]\s*", text):
+        return
+    with reading_bar(path) as bar:
+        for number in count(1):
+            start = at                                         # on the "[" or "," before the entry
+            try:
+                row, at = parse(text, space.match(text, at + 1).end())
+                at = space.match(text, at).end()
+                if text[at:at + 1] not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+                if text[at] == "]" and at + 1 < end:
+                    raise json.JSONDecodeError("Extra data", text, at + 1)
+            except json.JSONDecodeError as error:
+                near = end if text[end - 1] == "]" or error.msg == "Extra data" else end - 6    # where a cut \\u00e9 or null is noticed
+                if error.msg.startswith("Unterminated string") or error.pos >= near:
+                    raise ValueError(f"{path} ends in the middle of entry {number}: the download was cut off, so fetch it again") from None
+                raise ValueError(f"{path}, line {error.lineno}: not valid JSON in entry {number} ({error.msg}); mend it or download it "
+                                 "again") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, entry {number}: a JSON object is needed, not {type(row).__name__}")
+            bar.update(at - start)
+            yield number, row
+            if text[at] == "]":
+                return
 
 
-def gold_answers(row: dict) -> list[str] | None:
-    """The aliases under "answers", "golden_answers" or "answer": text or numbers; None if there is none of that kind."""
-    given = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key) not in (None, "", [])), None)
-    golds = given if isinstance(given, list) else [given]
-    return [str(gold) for gold in golds] if all(isinstance(gold, (str, int, float)) for gold in golds) else None
+def read_rows(path, kind: str) -> Iterator[tuple[str, dict]]:
+    """(where: file and line or entry, object) of JSONL or of a JSON array."""
+    array = is_array(path, kind)
+    for number, row in (read_array if array else read_json_lines)(path):
+        yield f"{path}, {'entry' if array else 'line'} {number}", row
+
+
+# ---- one question in each published form ----
+
+PUBLISHED = ("context", "supporting_facts", "paragraphs", "question_decomposition", "answerable")
+
+
+def gold_answers(row: dict) -> list[str]:
+    """The gold answers, then "answer_aliases", each once; they are text or numbers. [] if there is none, or one of another kind.
+
+    Under "answers", "golden_answers", "answer", or Search-R1's "reward_model": {"ground_truth": {"target"}}: the first that is there.
+    """
+    target = row.get("reward_model")
+    for key in ("ground_truth", "target"):
+        target = target.get(key) if isinstance(target, dict) else None
+    given = next((golds for golds in (row.get("answers"), row.get("golden_answers"), row.get("answer"), target) if golds not in (None, "", [])), [])
+    golds = [gold for golds in (given, row.get("answer_aliases") or []) for gold in (golds if isinstance(golds, list) else [golds])]
+    if not all(isinstance(gold, (str, int, float)) for gold in golds):
+        return []
+    return list(dict.fromkeys(gold for gold in (str(gold).strip() for gold in golds) if gold))
+
+
+def records(value, *columns: tuple[str, ...]) -> list:
+    """The rows of a published table, each with its value (or None) in every column; a column may have several names.
+
+    A table is a list of lists, a list of objects, an object of columns (Hugging Face), or one of them as a JSON string.
+    """
+    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        value = {name: cells for name, cells in value.items() if cells is not None}
+        value = [dict(zip(value, cells)) for cells in zip(*value.values(), strict=True)]
+    return [[next((row[name] for name in names if row.get(name) is not None), None) for names in columns] if isinstance(row, dict) else row
+            for row in value or []]
+
+
+def wiki_form(row: dict) -> tuple[list, list]:
+    """HotpotQA's and 2WikiMultihopQA's ([(title, text)], support): "context" [[title, [sentence]]], "supporting_facts" [[title, number]].
+
+    HotpotQA's sentences bring the space before them, 2WikiMultihopQA's do not. Nothing of the support is kept if a part of it is
+    not in the context, as it happens in fullwiki files.
+    """
+    paragraphs, support = records(row.get("context"), ("title",), ("sentences", "content")), []
+    for title, sentences in paragraphs:
+        if not isinstance(title, str) or not isinstance(sentences, list):
+            raise TypeError
+    for title, number in records(row.get("supporting_facts"), ("title",), ("sent_id",)):
+        found = [sentences[number] for name, sentences in paragraphs if name == title and 0 <= number < len(sentences)]
+        support.append((title, found[0].strip() if found else ""))
+    documents = [(title, ("" if any(s[:1].isspace() for s in sentences[1:]) else " ").join(sentences)) for title, sentences in paragraphs]
+    return documents, support if all(sentence for _, sentence in support) else []
+
+
+def musique_form(row: dict) -> tuple[list, list]:
+    """MuSiQue's ([(title, text)], support): "paragraphs" of objects; a step of "question_decomposition" names the one that answers it.
+
+    Its sentence is the one that holds the step's answer, else the whole paragraph. FlashRAG's rows bring only the paragraphs of the steps,
+    which are no corpus.
+    """
+    table = records(row.get("paragraphs"), ("idx",), ("title",), ("paragraph_text",))
+    if not all(isinstance(title, str) and isinstance(text, str) for _, title, text in table):
+        raise TypeError
+    numbered, support = {place if idx is None else idx: (title, text) for place, (idx, title, text) in enumerate(table)}, []
+    for answer, idx, own in records(row.get("question_decomposition"), ("answer",), ("paragraph_support_idx",), ("support_paragraph",)):
+        title, text = (own["title"], own["paragraph_text"]) if own else numbered.get(idx, ("", ""))
+        sentences = re.split(r"(?<=\w{4}[.!?])\s+", text)      # four letters before the mark: "St." and "U.S." end no sentence
+        support.append((title, next((s for s in sentences if str(answer).casefold() in s.casefold()), text).strip()))
+    return [(title, text) for _, title, text in table], support if all(sentence for _, sentence in support) else []
 
 
 def checked_document(row, where: str, number: int) -> dict:
@@ -65,39 +208,52 @@ def checked_document(row, where: str, number: int) -> dict:
 
 
 def read_questions(path) -> tuple[list[dict], list[dict]]:
-    """(questions, the documents that came with them) of a JSONL file or of HotpotQA's .json, told apart by content.
+    """(questions, the documents that came with them) of a file, told apart by content: JSONL or a JSON array; each row in the form of
+    HotpotQA, 2WikiMultihopQA, MuSiQue, Search-R1 or FlashRAG, or plain: "question", its answer, and maybe "id" and "documents".
 
-    JSONL: "question", "answer" or "answers" or "golden_answers", and maybe "id" and "documents". A missing id is made from the
-    line number. Raises ValueError with file and line.
+    A missing id is made from the line number; one that two sources share, as in Search-R1's merged files, gets its "data_source" before it.
+    MuSiQue's unanswerable questions are left out, with a line on stderr: they share their ids with the answerable ones, no answer is right,
+    and in a common corpus the paragraph that was taken from them is back. Raises ValueError with file and line.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no question file {path}; --data takes JSONL or HotpotQA's .json")
-    with open(path, encoding="utf-8-sig") as file:
-        array = file.read(1024).lstrip()[:1] == "["
-    questions, documents, ids = [], {}, set()
-    for number, row in (read_array if array else read_json_lines)(path):
-        where = f"{path}, {'entry' if array else 'line'} {number}"
-        answers = gold_answers(row)
-        if not isinstance(row.get("question"), str) or not row["question"].strip() or answers is None:
-            raise ValueError(f"{where}: needs a \"question\" and an \"answer\" (or \"answers\", \"golden_answers\") of text")
-        name = str(next((row[key] for key in ("id", "_id") if row.get(key) is not None), f"line-{number}"))
-        if name in ids:
+    questions, documents, ids, sources, unanswerable = [], {}, set(), set(), 0
+    for where, row in read_rows(path, "question"):
+        if isinstance(row.get("metadata"), dict):              # FlashRAG keeps the published fields there
+            row = {key: row["metadata"].get(key) for key in PUBLISHED} | row
+        if row.get("answerable") in (False, "false"):
+            unanswerable += 1
+            continue
+        question = {"question": row.get("question"), "answers": gold_answers(row)}
+        if not isinstance(question["question"], str) or not question["question"].strip() or not question["answers"]:
+            raise ValueError(f"{where}: needs a \"question\" and an \"answer\" (or \"answers\", \"golden_answers\") of text; a test split "
+                             "without answers can be neither trained on nor scored")
+        name = str(next((row[key] for key in ("id", "_id") if row.get(key) is not None), f"line-{where.rpartition(' ')[2]}"))
+        source = str(row.get("data_source"))
+        if (source, name) in ids:
             raise ValueError(f"{where}: the id {name} stands twice; a question would be scored twice or trained on and held out at once")
-        ids.add(name)
-        question = {"id": name, "question": row["question"], "answers": answers}
+        ids.add((source, name))
+        question["id"] = f"{source}/{name}" if any((other, name) in ids for other in sources - {source}) else name
+        sources.add(source)
         if row.get("documents") is not None:
             if not isinstance(row["documents"], list):
                 raise ValueError(f"{where}: \"documents\" must be a list of objects with a \"title\" and a \"text\"")
             question["documents"] = [checked_document(d, where, i) for i, d in enumerate(row["documents"])]
+        musique = row.get("paragraphs") is not None or row.get("question_decomposition") is not None
         try:
-            paragraphs = [(title, "".join(sentences)) for title, sentences in row.get("context") or []]     # HotpotQA's
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}: \"context\" must be a list of [title, [sentence, ...]], as HotpotQA publishes it") from None
+            paragraphs, support = (musique_form if musique else wiki_form)(row)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            form = ('"paragraphs" and "question_decomposition" must be lists of objects, as MuSiQue publishes them' if musique else
+                    '"context" must be a list of [title, [sentence, ...]] and "supporting_facts" one of [title, number], as HotpotQA publishes them')
+            raise ValueError(f"{where}: {form}") from None
+        if support:
+            question["support"] = support
         for title, text in paragraphs:
             documents.setdefault((title, text), {"id": str(len(documents)), "title": title, "text": text})
         questions.append(question)
+    if unanswerable:
+        print(f"{path}: {unanswerable} of {unanswerable + len(questions)} questions are marked unanswerable and are left out, with their paragraphs: "
+              "no answer to them is right, so they can be neither trained on nor scored", file=sys.stderr)
     if not questions:
-        raise ValueError(f"{path} holds no question")
+        raise ValueError(f"{path} holds no question" + (" that is answerable" if unanswerable else ""))
     return questions, list(documents.values())
 
 
@@ -145,4 +301,4 @@ def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: i
     if eval_questions >= len(questions):
         raise ValueError(f"{data} holds {len(questions)} questions, so --eval-questions {eval_questions} leaves none to train on")
     questions = random.Random(0).sample(questions, len(questions))   # the same held-out questions for every seed
-    return Data(endless(questions[eval_questions:], seed), questions[:eval_questions], retriever, instructions)
+    return Data(endless(questions[eval_questions:], seed), questions[:eval_questions], retriever, instructions, questions[eval_questions:])

@@ -13,7 +13,9 @@ from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "save_every": (50, 20)}
+            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.5, 1.0),
+            "save_every": (50, 20)}
+SFT_STEPS = 200                                                # of the cold start with --sft-only or --sft-data, where --data gives none
 
 
 def option(default, help: str, **metadata):
@@ -42,8 +44,8 @@ class ModelOptions:
 class DataOptions:
     """What is trained and evaluated on, and where the run is kept."""
     _argument_group_name = "data"
-    data: str | None = option(None, "questions: JSONL or HotpotQA's .json; without it the embedded world")
-    corpus: str | None = option(None, "documents: JSONL (id, title, text); without it those that came with the questions")
+    data: str | None = option(None, "questions: JSONL, HotpotQA, 2WikiMultihopQA or MuSiQue; without it the embedded world")
+    corpus: str | None = option(None, "documents: JSONL (id, title, text; or id, contents), or one object of titles; without it those that came with the questions")
     out: str = option("runs/mempo", "the run's folder")
     resume: bool = option(False, "go on with the run in --out where it was stopped, with its own settings; from the start if it has no checkpoint yet")
     save_every: int | None = option("save_every", "steps between two checkpoints")
@@ -88,9 +90,14 @@ class OptimizerOptions:
     lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
     max_grad_norm: float = option(1.0, "gradient norm clip")
     token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
-    cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations of the embedded world")
-    cold_start_lr: float = option(6e-3, "learning rate of the cold start, falling linearly")
-    keep: float = option(0.5, "cold start: probability that a demonstrated memory keeps a known fact")
+    cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations: of the embedded world, or "
+                                          "from the supporting facts or decompositions that --data brings; "
+                                          f"{SFT_STEPS} with --sft-only or --sft-data")
+    cold_start_lr: float | None = option("cold_start_lr", "learning rate of the cold start, falling linearly")
+    keep: float | None = option("keep", "cold start: probability that a demonstrated memory keeps a known fact")
+    sft_only: bool = option(False, "stop after the cold start: no RL")
+    sft_data: str | None = option(None, 'cold start on these chats instead: JSONL of {"messages": [{"role", "content"}, ...]}, trained on what the '
+                                  "assistant says")
 
 
 GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
@@ -126,9 +133,13 @@ def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")
     o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    if o.cold_start_steps is None and (o.sft_data or o.sft_only and o.data):
+        o.cold_start_steps = SFT_STEPS
     for name, defaults in DEFAULTS.items():
         if getattr(o, name) is None:
-            setattr(o, name, defaults[bool(o.data)])
+            setattr(o, name, defaults[bool(o.data or o.sft_data)])
+    if o.sft_only:
+        o.steps = 0
     return o
 
 
@@ -145,5 +156,9 @@ def check(parser: HfArgumentParser, o: Namespace) -> None:
         parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
     if o.data and not o.model:
         parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
-    if o.data and o.cold_start_steps:
-        parser.error("--cold-start-steps has scripted demonstrations for the embedded world only; leave it out with --data")
+    if o.sft_data and not o.model:
+        parser.error("--sft-data needs --model: the tiny policy knows only the embedded world's words")
+    if o.sft_data and not o.data and (o.eval_questions or not o.sft_only):
+        parser.error("--sft-data without --data has no questions: give --sft-only and no --eval-questions, or --data")
+    if (o.sft_data or o.sft_only) and not o.cold_start_steps:
+        parser.error(f"--{'sft-data' if o.sft_data else 'sft-only'} with --cold-start-steps 0 trains on nothing; give it steps")

@@ -5,7 +5,7 @@
 
 The run's folder gets config.json, metrics.jsonl (a line a step), samples.jsonl, init/, cold_start/ and model/ (plain
 transformers folders) and result.json. Letters: N trajectories, B rows of a micro-batch, T positions. Left out of the paper: the cold
-start's teacher model (demonstrations are scripted), several GPUs.
+start's teacher model (demonstrations are scripted, or chats that you bring), several GPUs.
 """
 import json
 import math
@@ -13,6 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from agent_loop import INSTRUCTIONS, information, rollout, waste
 from checkpoint import Run, digest, write_text
 from data import load_data
+from demonstrations import chat_demonstrations, support_demonstrations
 from eval import evaluate, figures, mean, print_table, show
 from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
                    micro_batches, ppo_loss)
@@ -46,24 +48,48 @@ def render(chat: Chat, demonstration: list) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def cold_start(policy, tokenizer, o: Namespace, run: Run) -> None:
-    """Supervised steps on scripted demonstrations whose memories are unreliable: the state in which RL finds its policy."""
-    parameters, chat = policy.parameters(), Chat(tokenizer)
+def demonstrations(data, o: Namespace, first: int = 0):
+    """The cold start's batches from step `first` on; what cannot be demonstrated is refused here, before anything is loaded."""
+    if o.sft_data:
+        return islice(chat_demonstrations(o.sft_data, o.seed, o.cold_start_steps), first, None)
+    if o.data:
+        return islice(support_demonstrations(data, o.top_k, o.keep, o.seed, o.cold_start_steps), first, None)
+    return (world_demonstrations(o.seed, step, o.keep) for step in range(first, o.cold_start_steps))
+
+
+def cold_start(policy, tokenizer, data, o: Namespace, run: Run) -> None:
+    """Supervised steps on demonstrations; in the embedded world their memories are unreliable: the state in which RL finds its policy."""
+    parameters, chat, long, window = policy.parameters(), Chat(tokenizer), 0, policy.context_length or 1 << 60
     optimizer = torch.optim.AdamW(parameters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
     first = run.begin("cold start", o.cold_start_steps, parameters, optimizer)
-    bar = tqdm(range(first, o.cold_start_steps), "cold start", o.cold_start_steps, initial=first, mininterval=1)
-    for step in bar:
+    bar = tqdm(demonstrations(data, o, first), "cold start", o.cold_start_steps, initial=first, mininterval=1)
+    for step, batch in enumerate(bar, first):
         for group in optimizer.param_groups:
             group["lr"] = o.cold_start_lr * min(1, (step + 1) / 30) * (1 - step / o.cold_start_steps)
-        ids, mask = zip(*(render(chat, d) for d in world_demonstrations(o.seed, step, o.keep)))
-        mask = pad_right(mask, torch.bool, policy.device)
-        loss = -policy.logprobs(pad_right(ids, device=policy.device), mask).sum() / mask.sum()
+        rows = [render(chat, demonstration) for demonstration in batch]
+        fitting = [row for row in rows if len(row[0]) <= window]
+        long += len(rows) - len(fitting)
+        if not fitting:
+            raise ValueError(f"step {step}'s demonstrations are all longer than the model's {window} tokens; give a smaller --top-k or shorter chats")
         optimizer.zero_grad()
-        loss.backward()
-        norm = optimizer_step(parameters, optimizer, o.max_grad_norm, loss.isfinite())
+        loss = supervised_loss(policy, *zip(*fitting), o.token_budget)
+        norm = optimizer_step(parameters, optimizer, o.max_grad_norm, math.isfinite(loss))
         run.count_skipped(norm is None, MOST_SKIPPED)
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         run.done(step, parameters, optimizer)
+    if long:
+        print(f"cold start: {long} demonstrations were left out, as they are longer than the model's {window} tokens", file=sys.stderr)
+
+
+def supervised_loss(policy, ids, mask, token_budget: int) -> float:
+    """The mean -log p of all trained tokens of B rows, its gradient added up over micro-batches."""
+    total, loss = sum(map(sum, mask)), 0.0
+    for part in micro_batches([len(row) for row in ids], token_budget):
+        select = pad_right([mask[i] for i in part], torch.bool, policy.device)                              # [B,T]
+        share = -policy.logprobs(pad_right([ids[i] for i in part], device=policy.device), select).sum() / total
+        share.backward()
+        loss += share.item()
+    return loss
 
 
 def optimizer_step(parameters, optimizer, max_norm: float, finite) -> float | None:
@@ -211,6 +237,8 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"the run folder {out} exists already; --resume goes on with it, or give another --out")
     usable_device(o.device)                                    # before anything is written
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
+    if o.cold_start_steps:
+        demonstrations(data, o)                                # refused early, if there are none
     start = o.model or world_policy(out / "init", o.seed)
 
     def weights(name):
@@ -241,12 +269,13 @@ def main(argv: list[str]) -> None:
 
     if o.cold_start_steps:
         if run.state["stage"] != "RL":
-            cold_start(policy, tokenizer, o, run)
+            cold_start(policy, tokenizer, data, o, run)
             finish("cold_start", "cold_start")
         start = out / "cold_start"
     reference = weights(str(start))[0] if o.kl_coef else None
     trajectories = train(policy, reference, tokenizer, data, o, run)
-    finish("final", "model")
+    if not o.sft_only:
+        finish("final", "model")
     result |= {"seconds": round(run.seconds(), 1), "seed": o.seed}
     write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
     if trajectories:
