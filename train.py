@@ -196,7 +196,7 @@ def train(policy, reference, tokenizer, data, o: Namespace, run: Run) -> list:
     first = run.begin("RL", o.steps, parameters, optimizer, generator, names)
     for _ in range(first * o.questions_per_step):              # drawn already
         next(data.train)
-    bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1)
+    bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1, disable=not o.steps)
     metrics, samples, skipped = files = [open(run.out / name, "a") for name in names]
     for step in bar:
         for group in optimizer.param_groups:
