@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train
+from checkpoint import Run
 from agent_loop import AgentMemory, information, parse_action, rollout, window
 from data import Data, load_data, read_questions
 from demonstrations import ROWS, chat_demonstrations, chat_pieces, compressed_prompt, full_conversation, names, script, support_demonstrations
@@ -267,7 +268,8 @@ def test_a_chat_that_the_loop_could_not_have_had_names_its_line(tmp_path, messag
 def weights_after(budget, rows, context_length=4096, lr=0.1):
     model = tiny_model(vocab_size=40, max_position_embeddings=context_length)
     policy = Policy(model)
-    loss = train.supervised_step(policy, torch.optim.SGD(policy.parameters(), lr=lr), *zip(*rows), Namespace(token_budget=budget, max_grad_norm=1e9))
+    loss = train.supervised_loss(policy, *zip(*rows), budget)
+    train.optimizer_step(policy.parameters(), torch.optim.SGD(policy.parameters(), lr=lr), 1e9, True)
     return loss, torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
@@ -282,16 +284,17 @@ def test_micro_batches_give_the_same_step_as_one_batch():
     assert abs(weights_after(999, rows[1:2])[0] - sum(each) / len(each)) < 1e-4
 
 
-def test_demonstrations_longer_than_the_window_are_left_out_and_said(capsys):
+def test_demonstrations_longer_than_the_window_are_left_out_and_said(tmp_path, capsys, monkeypatch):
     """Keeps out positions that the model does not have, a conversation without its start, and rows that vanish in silence."""
     tokenizer = greedy_tokenizer(*TAGS)
     policy = Policy(tiny_model(vocab_size=len(tokenizer), max_position_embeddings=200))
     short, long = PIECES, [PIECES[0], ("policy", "x" * 300, True)]
     o = Namespace(cold_start_lr=1e-3, cold_start_steps=2, token_budget=8192, max_grad_norm=1.0)
-    train.cold_start(policy, tokenizer, [[short, long], [short]], o)
+    monkeypatch.setattr(train, "demonstrations", lambda data, o, first: iter(data[first:]))
+    train.cold_start(policy, tokenizer, [[short, long], [short]], o, Run(tmp_path / "a", 9))
     assert "cold start: 1 demonstrations were left out, as they are longer than the model's 200 tokens" in capsys.readouterr().err
     with pytest.raises(ValueError, match="step 0's demonstrations are all longer than the model's 200 tokens"):
-        train.cold_start(policy, tokenizer, [[long]], o)
+        train.cold_start(policy, tokenizer, [[long]], o, Run(tmp_path / "b", 9))
 
 
 @pytest.mark.parametrize("source", ["scripted", "chats", "chats alone"])
