@@ -54,9 +54,10 @@ def script(question: dict, retriever, top_k: int) -> list[tuple] | None:
         for thought, action, argument in ((f"{title} is needed.", "search", title),
                                           (f"That did not show {title}; more words may.", "search", f"{title} {question['question']}"),
                                           (f"That did not show {title} either; its page may be there.", "access", title)):
+            argument = neutralise(argument)                    # as the policy would write it, and parse_action read it
             result = retriever.search(argument, top_k) if action == "search" else (retriever.access(argument) or [""])[0]
             fact = (title, sentences) if shows(result, (title, sentences)) else None
-            steps.append((title, f"<think>{neutralise(thought)}</think><{action}>{neutralise(argument)}</{action}>", result, fact))
+            steps.append((title, f"<think>{neutralise(thought)}</think><{action}>{argument}</{action}>", result, fact))
             if fact:
                 break
         else:
