@@ -292,7 +292,8 @@ def ask(o: Namespace, settings: dict, plan: list, documents: list[dict], rows: l
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    if not rows:                                               # else it is there, and equal
+        (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     left = sum(len(questions) for *_, questions in plan)
     with open(out / "results.jsonl", "a") as file, tqdm(total=len(rows) + left, initial=len(rows), unit="question") as bar:
         for n, history, i, questions in plan:

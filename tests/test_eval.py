@@ -266,13 +266,14 @@ def test_a_finished_evaluation_prints_its_table_again(world, tmp_path, monkeypat
     assert capsys.readouterr().out.splitlines()[:-1] == printed and (out / "results.jsonl").read_bytes() == written
 
 
-def test_sampling_is_drawn_from_the_seed(world, tmp_path):
-    """Keeps out a seed that nothing depends on, under which the tests of going on would pass whatever is drawn."""
-    texts = []
+def test_sampling_is_drawn_from_the_seed_and_from_the_batch(world, tmp_path, monkeypatch):
+    """Keeps out a seed that nothing depends on, under which the tests of going on would pass whatever is drawn, and batches that all draw the same."""
+    texts, seeds, rollout = [], [], evaluation.rollout
+    monkeypatch.setattr(evaluation, "rollout", lambda *a, generator, **k: seeds.append(generator.initial_seed()) or rollout(*a, generator=generator, **k))
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         main([*world, str(tmp_path / name), "--temperature", "1", "--seed", seed])
         texts.append((tmp_path / name / "results.jsonl").read_text())
-    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] == texts[1] != texts[2] and seeds[:6] == seeds[6:12] and len(set(seeds)) == 12
 
 
 def test_other_settings_weights_or_lines_are_not_gone_on_with(world, tmp_path):

@@ -160,6 +160,7 @@ MISTAKES = [
     (["--data", "README.md", "--model", "x"], "README.md, line 1: not valid JSON"),
     (["--gate", "half"], "invalid choice: 'half'"),
     (["--policy", "lastkv", "--chunk-size", "0"], "--chunk-size is 0"),
+    (["--eval-batch-size", "0"], "--eval-batch-size is 0"),
     (["--threshold", "1.5"], "--threshold is 1.5; give a value from 0 to 1"),
     (["--corpus", "wiki.jsonl"], "--corpus needs --data"),
     (["--dtype", "bfloat16"], "rounds small updates away"),
