@@ -13,7 +13,7 @@ from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (40, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.5, 1.0),
+            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (60, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.45, 1.0),
             "save_every": (50, 20)}
 SFT_STEPS = 200                                                # of the cold start with --sft-only or --sft-data, where --data gives none
 

@@ -43,6 +43,8 @@ VALUE["town"] = (KIND["town"], "Bay Cross Gate Hill Mill Park Side Well".split()
 RELATION = {"pet": ("person", "pet"), "river": ("town", "river"), "inn": ("street", "inn"), "cargo": ("ship", "cargo"), "price": ("thing", "price"),
             "birthplace": ("person", "town"), "port": ("ship", "town"), "home": ("thing", "town")}
 VIA = ("birthplace", "port", "home")
+# What a question calls what documents and memories call otherwise: a word that stands in the question, too, looks like a fact already found.
+ASKED = {"pet": "animal", "river": "stream", "inn": "tavern", "cargo": "load", "price": "cost"}
 REMARK = {"person": ("trade", "baker clerk farmer miller potter smith".split()), "town": ("tree", "ash beech elm lime oak pine".split()),
           "street": ("shop", "bakery bookshop grocery pharmacy smithy tailor".split()), "ship": ("flag", "black blue green grey red white".split()),
           "thing": ("colour", "black blue green grey red white".split())}   # what documents say besides, and nobody asks
@@ -86,7 +88,7 @@ def world_question(rng: random.Random) -> dict:
     taken, steps, parts, answers, documents = set(), [], [], [], []
     for part, path in enumerate(draw_paths(rng, *rng.choice(SHAPES))):
         entity = draw(rng, KIND[RELATION[path[0]][0]], taken)
-        parts.append(f"{part + 1} " + " ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {path[-1]}")
+        parts.append(f"{part + 1} " + " ".join(f"{word}'s" for word in (entity, *path[:-1])) + f" {ASKED[path[-1]]}")
         for relation in path:
             value = draw_value(rng, RELATION[relation][1], taken)
             steps.append((part, entity, relation, value))
@@ -128,7 +130,7 @@ WORLD_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' +
 def world_tokenizer() -> PreTrainedTokenizerFast:
     """Word level: one token a word, a tag or a punctuation mark; the same interface as any BPE tokenizer."""
     words = sorted({w for words in KIND.values() for w in words} | {w for lists in VALUE.values() for words in lists for w in words} | set(RELATION)
-                   | {w for remark, words in REMARK.values() for w in (remark, *words)})
+                   | set(ASKED.values()) | {w for remark, words in REMARK.values() for w in (remark, *words)})
     words += ("the The of has is Find near Nothing yet I have them all system user assistant You are a helpful assistant No results for That turn held no "
               "action End with one search access or answer There document named has pages shown").split()
     tags = [f"<{slash}{tag}>" for tag in ("mem", "think", "search", "access", "answer", "information") for slash in ("", "/")]

@@ -6,7 +6,7 @@ from agent_loop import information
 from policy import Chat
 from retriever import Retriever
 from train import render
-from world import RELATION, world_demonstration, world_demonstrations, world_questions, world_tokenizer
+from world import ASKED, RELATION, world_demonstration, world_demonstrations, world_questions, world_tokenizer
 
 
 # ---- the embedded world ----
@@ -49,7 +49,7 @@ def test_question_shapes_cover_two_to_four_facts_and_chains():
     chains = [q for q in world_questions(300, 0, "train") if len(q["steps"]) > len(q["answers"][0].split("; "))]
     q = chains[0]
     (_, first, r1, value), (_, second, r2, _) = next((a, b) for a, b in zip(q["steps"], q["steps"][1:]) if a[0] == b[0])
-    assert value.split()[0] == second and f"{first}'s {r1}'s {r2}" in q["question"] and RELATION[r1][1] == RELATION[r2][0]
+    assert value.split()[0] == second and f"{first}'s {r1}'s {ASKED[r2]}" in q["question"] and RELATION[r1][1] == RELATION[r2][0]
 
 
 def test_tiny_tokenizer_knows_every_word_of_the_world():
