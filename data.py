@@ -290,6 +290,20 @@ def endless(questions: list[dict], seed: int) -> Iterator[dict]:
         yield from rng.sample(questions, len(questions))
 
 
+def check_support(questions: list[dict], retriever: Retriever, data: str, corpus: str) -> None:
+    """Refuse a corpus that lacks every document that the answers rest on, as far as the questions name them; say so if it lacks some."""
+    supported = [q for q in questions if q.get("support")]
+    lacking = [q for q in supported if any(retriever.find(title) is None for title, _ in q["support"])]
+    if not lacking:
+        return
+    title = next(title for title, _ in lacking[0]["support"] if retriever.find(title) is None)
+    words = (f"{corpus} lacks documents that the answers of {len(lacking)} of {len(supported)} questions of {data} rest on "
+             f"({title!r} of question {lacking[0]['id']}, for one)")
+    if len(lacking) == len(supported):
+        raise ValueError(f"{words}; give the corpus that belongs to these questions")
+    print(f"{words}; these can hardly be answered", file=sys.stderr)
+
+
 def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: int, eval_split: str, instructions: str) -> Data:
     """The embedded world without `data`; else a question file, of which `eval_questions` are held out, and its corpus."""
     if data is None:
@@ -298,6 +312,8 @@ def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: i
     retriever = load_corpus(corpus) if corpus is not None else Retriever(documents) if documents else None
     if retriever is None and not all(q.get("documents") for q in questions):
         raise ValueError(f"{data} brings no documents to search; give them with --corpus")
+    if corpus is not None:
+        check_support(questions, retriever, data, corpus)
     if eval_questions >= len(questions):
         raise ValueError(f"{data} holds {len(questions)} questions, so --eval-questions {eval_questions} leaves none to train on")
     questions = random.Random(0).sample(questions, len(questions))   # the same held-out questions for every seed

@@ -31,7 +31,7 @@ from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
 from corpus import load_corpus
-from data import load_data, objectives, read_questions
+from data import check_support, load_data, objectives, read_questions
 from lastkv import under_rule
 from policy import load_policy, run_script, usable_device
 from retriever import Retriever
@@ -288,6 +288,8 @@ def ask(o: Namespace, settings: dict, plan: list, documents: list[dict], rows: l
     retriever = load_corpus(o.corpus, **sizes) if o.corpus else Retriever(documents, **sizes) if documents else None
     if retriever is None and not all(q.get("documents") for *_, questions in plan for q in questions):
         raise ValueError(f"{o.data} brings no documents to search; give them with --corpus")
+    if o.corpus:
+        check_support([q for n, history, _, questions in plan if n == 1 for q in questions], retriever, o.data, o.corpus)
     policy, tokenizer = load_policy(o.model, o.dtype, o.device)
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
     out = Path(o.out)

@@ -313,3 +313,19 @@ def test_hotpotqa_as_published():
         assert q["support"] == [(title, context[title][n].strip()) for title, n in row["supporting_facts"]]
     spaced = {(t, "".join(s)) for row in rows for t, s in row["context"] if any(x[:1] == " " for x in s[1:])}
     assert len(spaced) > 900 and {(d["title"], d["text"]) for d in documents} >= spaced
+
+
+def test_a_corpus_without_the_documents_that_answers_rest_on_is_refused(tmp_path, capsys):
+    """Keeps out hours of training on questions that nobody can answer from the given corpus; where a part is lacking, it is said."""
+    rows = [HOTPOTQA[0], json.loads(json.dumps({**HOTPOTQA[0], "_id": "b"}).replace("First for Women", "Second for Women"))]
+    questions, women = file_of(tmp_path / "q", rows, array=True), [{"title": f"{n} for Women", "text": "t"} for n in ("First", "Second")]
+    arthur, other = {"title": "Arthur's Magazine", "text": "t"}, {"title": "Elsewhere", "text": "t"}
+
+    def load(*documents):
+        load_data(str(questions), str(file_of(tmp_path / "c", documents, array=False)), 0, 0, "test", "{question}")
+        return capsys.readouterr().err
+
+    assert load(arthur, *women) == ""
+    assert "c lacks documents that the answers of 1 of 2 questions" in load(arthur, women[0]) and "'Second for Women' of question b" in load(arthur, women[0])
+    with pytest.raises(ValueError, match='lacks documents that the answers of 2 of 2 .*"Arthur\'s Magazine" .* give the corpus that belongs'):
+        load(other, *women)

@@ -166,6 +166,9 @@ MISTAKES = [
     (["--dtype", "bfloat16"], "rounds small updates away"),
     (["--device", "gpu"], "--device gpu cannot be used here"),
     (["--out", "tests/old"], "exists already"),
+    (["--model", "tests"], "the folder tests has no *.safetensors"),
+    (["--data", "tests/conftest.py", "--model", "tests"], "conftest.py, line 1: not valid JSON"),
+    (["--data", os.devnull, "--model", "tests"], "there is no question file"),
 ]
 
 
