@@ -12,9 +12,9 @@ from transformers import HfArgumentParser
 from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default
-DEFAULTS = {"eval_questions": (200, 0), "group_size": (8, 16), "max_response_tokens": (640, 4096), "max_turn_tokens": (64, 1024),
-            "top_k": (1, 5), "eval_batch_size": (200, 16), "steps": (60, 200), "lr": (5e-4, 1e-6), "cold_start_steps": (750, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.45, 1.0),
-            "save_every": (50, 20)}
+DEFAULTS = {"eval_questions": (200, 0), "eval_batch_size": (200, 16), "group_size": (8, 16), "max_response_tokens": (640, 4096),
+            "max_turn_tokens": (64, 1024), "top_k": (1, 5), "steps": (60, 200), "lr": (5e-4, 1e-6), "token_budget": (2048, 8192),
+            "cold_start_steps": (1000, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.45, 1.0), "save_every": (50, 20)}
 SFT_STEPS = 200                                                # of the cold start with --sft-only or --sft-data, where --data gives none
 
 
@@ -89,7 +89,7 @@ class OptimizerOptions:
     epochs: int = option(1, "updates on each step's trajectories")
     lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
     max_grad_norm: float = option(1.0, "gradient norm clip")
-    token_budget: int = option(8192, "tokens a micro-batch, in scoring and update")
+    token_budget: int | None = option("token_budget", "tokens a micro-batch, in scoring and update")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations: of the embedded world, or "
                                           "from the supporting facts or decompositions that --data brings; "
                                           f"{SFT_STEPS} with --sft-only or --sft-data")
@@ -106,8 +106,8 @@ GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOpti
 HARMLESS = ("out", "resume", "save_every")                     # may differ when a run goes on: the result does not depend on them
 # option -> (least, most or None)
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
-              token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None), eval_turns=(1, None), eval_batch_size=(1, None),
-              cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None), replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1),
+              token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),
+              eval_turns=(1, None), eval_batch_size=(1, None), cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None), replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1),
               clip_low=(0, 1), clip_high=(0, None), lr=(0, None), cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None),
               format_score=(0, 1))
 

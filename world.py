@@ -227,5 +227,5 @@ def untrained(pieces: list) -> list:
 def world_demonstrations(seed: int, step: int, keep: float) -> list[list]:
     """The demonstrations of one cold-start step: two steps of three are full conversations, the third is parts."""
     rng = random.Random(f"{seed} demonstrations {step}")
-    kinds = ["full"] * 16 if step % 3 < 2 else ["compressed"] * 16 + ["recall"] * 10 + ["history"] * 5
+    kinds = ["full"] * 16 if step % 3 < 2 else ["compressed"] * 32 + ["recall"] * 10 + ["history"] * 5
     return [world_demonstration(rng, kind, keep) for kind in kinds]

@@ -333,7 +333,7 @@ def test_options_that_contradict_end_in_one_sentence(arguments, words, capsys):
 def test_defaults_of_the_cold_start():
     """Keeps out the tiny policy's learning rate for a real model, and --sft-only that trains no step."""
     world, real = train.parse_options([]), train.parse_options(["--model", "m", "--data", "d", "--sft-only"])
-    assert (world.cold_start_steps, world.cold_start_lr, world.keep, world.steps) == (750, 6e-3, 0.45, 60)
+    assert (world.cold_start_steps, world.cold_start_lr, world.keep, world.steps) == (1000, 6e-3, 0.45, 60)
     assert (real.cold_start_steps, real.cold_start_lr, real.keep, real.steps) == (200, 1e-5, 1.0, 0)
     assert train.parse_options(["--model", "m", "--data", "d"]).cold_start_steps == 0
     assert train.parse_options(["--model", "m", "--sft-data", "c", "--sft-only"]).cold_start_lr == 1e-5
