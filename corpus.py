@@ -149,7 +149,7 @@ def fingerprint(path, *settings) -> str:
         pieces = []
         for piece_digest in pool.map(digest, range(0, size, piece)):
             pieces.append(piece_digest)
-            bar.update(piece)
+            bar.update(min(piece, size - bar.n))
     return hashlib.sha256(repr((size, settings, pieces)).encode()).hexdigest()[:32]
 
 

@@ -169,6 +169,19 @@ def test_top_k_equals_a_full_sort(values, k, gap):
     assert list(top_k(scores, k)) == [i for i in order if scores[i] > 0][:k]
 
 
+def test_frequent_words_are_skipped_without_a_change(monkeypatch):
+    """Keeps out a document that is left behind although it belongs to the k best, and a score summed in another order."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{r}" for r in row[:rng.integers(1, 60)]) for row in (2000 ** rng.random((3000, 60))).astype(int)]
+    index, asked, contenders = BM25(texts), [], BM25.contenders
+    queries = [" ".join(f"w{r}" for r in (2000 ** rng.random(rng.integers(1, 15))).astype(int)) for _ in range(300)]
+    monkeypatch.setattr(BM25, "contenders", lambda *given: asked.append(contenders(*given)) or asked[-1])
+    found = [index.search(query, k) for query in queries for k in (1, 5)]
+    assert sum(each is not None for each in asked) > 60 and sum(each is None for each in asked) > 60
+    monkeypatch.setattr(BM25, "contenders", lambda *_: None)
+    assert found == [index.search(query, k) for query in queries for k in (1, 5)]
+
+
 # --------------------------------------------------------------------------------------------------------- blocks
 def plain_arrays(texts, k1=1.5, b=0.75):
     """vocabulary, indptr, docs, scores of all texts at once, by one sort of all their tokens: the plain build that blocks must equal."""
