@@ -31,13 +31,13 @@ FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 # ---- attention and layout ----
 
 def attend(q, k, v, mask, scale: float):
-    """[n,G·H,S,D] queries on [n,H,K,D] keys and values -> [n,S,G·H·D]. The G query heads of a key head are stacked as G·S
-    queries of that one head, so keys are never repeated; mask: additive, [G·S,K] or [n,1,G·S,K]. None: causal if K = S, else all is seen."""
+    """[n,G·H,S,D] queries on [n,H,K,D] keys and values -> [n,S,G·H·D]. mask: additive, [S,K] or [n,1,S,K]. None: causal if K = S, and one
+    query sees all. Of one query the G heads are taken as G queries of one key head, so that its keys are read once."""
     n, heads, S, D = q.shape
-    if mask is None and S == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    else:
+    if S == 1:
         out = F.scaled_dot_product_attention(q.reshape(n, k.shape[1], -1, D), k, v, attn_mask=mask, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.reshape(n, heads, S, D).transpose(1, 2).flatten(2)
 
 
@@ -72,7 +72,7 @@ class ChunkCache:
     """
 
     def __init__(self, policy: "LastKV", batch_size: int, max_length: int):
-        self.C, self.G, self.max_length = policy.C, policy.G, max_length
+        self.C, self.max_length = policy.C, max_length
         self.length = torch.zeros(batch_size, dtype=torch.long)                      # [B] tokens fed so far, on the CPU
         like = {"dtype": policy.model.dtype, "device": policy.device}
         self.near = torch.zeros(2, policy.L, batch_size, policy.H, 0, policy.D, **like)  # K or V, layer, row, head, slot, width
@@ -106,7 +106,7 @@ class ChunkCache:
         self.near[:, :, b, :, :C] = torch.lerp(own, own[:, -1:], alpha)
 
     def mask(self, position: torch.Tensor) -> torch.Tensor | None:
-        """What the queries at position [n,S] of the open rows see: additive [n,1,G·S,M+W]; one for all rows if they stand alike, and
+        """What the queries at position [n,S] of the open rows see: additive [n,1,S,M+W]; one for all rows if they stand alike, and
         none if these decode one token each, which sees all that is there."""
         if bool((position == position[0]).all() & (self.old == self.old[0]).all()):
             if position.shape[1] == 1:
@@ -115,8 +115,7 @@ class ChunkCache:
         old, t = self.old[:len(position), None, None], position[:, :, None]           # [n,1,1], [n,S,1]
         slot = torch.arange(self.M + self.W)
         sees = torch.where(slot < self.M, slot < old, old + slot - self.M <= t)       # [n,S,M+W]
-        mask = torch.zeros(sees.shape, dtype=self.near.dtype).masked_fill_(~sees, -torch.inf).to(self.near.device)
-        return mask.repeat(1, self.G, 1)[:, None]
+        return torch.zeros(sees.shape, dtype=self.near.dtype).masked_fill_(~sees, -torch.inf).to(self.near.device)[:, None]
 
     def read(self, l: int) -> torch.Tensor:
         """[2,n,H,M+W,D]: keys and values that layer l sees in the open rows."""
@@ -160,8 +159,8 @@ class LastKV(Policy):
             raise ValueError("LastKV reads all history but this model has sliding windows; set use_sliding_window=False in its config")
         if model.model.rotary_emb.rope_type in ("dynamic", "longrope"):
             raise ValueError("this model's RoPE changes with the length, so decode would not equal replay; set another rope_type")
-        self.L, self.D, self.G = config.num_hidden_layers, attention.head_dim, attention.num_key_value_groups
-        self.H, self.rotate = config.num_attention_heads // self.G, modules[0].apply_rotary_pos_emb
+        self.L, self.D, self.rotate = config.num_hidden_layers, attention.head_dim, modules[0].apply_rotary_pos_emb
+        self.H = config.num_attention_heads // attention.num_key_value_groups
         self.alpha_logit = self.fixed_alpha = None
         if alpha is None:
             self.alpha_logit = torch.nn.Parameter(torch.zeros(self.L, self.H, device=model.device))
@@ -225,7 +224,7 @@ class LastKV(Policy):
             (n, S, _), at = x.shape, torch.arange(start, min(start + C, T), device=ids.device)
             cut = bool(j) and c % j == 0
             older, before = ([(t.detach() if cut else t)[:, :n] for t in history] for history in (older, own))
-            mask = torch.full((S, start + S), -torch.inf, dtype=x.dtype, device=x.device).triu(start + 1).repeat(self.G, 1) if c else None
+            mask = torch.full((S, start + S), -torch.inf, dtype=x.dtype, device=x.device).triu(start + 1) if c else None
             own = []
 
             def read(l, k, v):

@@ -278,8 +278,9 @@ def main(argv: list[str]) -> None:
         finish("final", "model")
     result |= {"seconds": round(run.seconds(), 1), "seed": o.seed}
     write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
-    if trajectories:
-        print(f"\nOne of the last step's trajectories:\n{show(tokenizer, trajectories[0])}")
+    if trajectories:                                           # one that found something, if any did
+        shown = next((t for t in trajectories if "<search>" in "".join(t.turns)), trajectories[0])
+        print(f"\nOne of the last step's trajectories:\n{show(tokenizer, shown)}")
     if o.eval_questions:
         print_table(result)
     print(f"{result['seconds']} s; everything is in {out}")
