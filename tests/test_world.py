@@ -18,10 +18,10 @@ def test_world_is_the_same_for_a_seed_and_other_for_another():
 
 
 def test_splits_share_no_combination_of_entities():
-    """Keeps out test questions that were trained on."""
-    combinations = {split: {tuple(sorted(s[1] for s in q["steps"])) for q in world_questions(300, 0, split)} for split in ("train", "dev", "test")}
-    assert not combinations["train"] & combinations["test"] and not combinations["train"] & combinations["dev"]
-    assert not combinations["dev"] & combinations["test"]
+    """Keeps out a held-out question that was trained on: chains differ by their hidden town, too, and are asked in the same words."""
+    asked = {split: {q["question"] for q in world_questions(3000, 0, split)} for split in ("train", "dev", "test")}
+    assert not asked["train"] & asked["test"] and not asked["train"] & asked["dev"] and not asked["dev"] & asked["test"]
+    assert all("'s birthplace's stream" in " ".join(questions) for questions in asked.values())
 
 
 def test_every_step_is_answered_by_its_search_and_by_nothing_in_the_question():
