@@ -145,7 +145,7 @@ def normalise(values: list[float]) -> list[float]:
 def compute_grpo_outcome_advantage(scores, group_ids, response_mask) -> torch.Tensor:
     """B4-algo: (score_i − mean_g) / (std_g + 1e-6) on every response token of trajectory i. [N], N hashables, [N,T] -> [N,T]"""
     groups = defaultdict(list)
-    for i, g in enumerate(group_ids):
+    for i, g in enumerate(group_ids.tolist() if torch.is_tensor(group_ids) else group_ids):      # tensors would hash by identity
         groups[g].append(i)
     adv = torch.zeros(len(group_ids), 1)
     for members in groups.values():
@@ -159,7 +159,7 @@ def compute_grpo_memory_advantage(mem_rewards, mem_spans, group_ids, response_ma
     mem_rewards, mem_spans: a list a trajectory, one float and one [start, end) a memory turn.
     """
     groups = defaultdict(list)
-    for i, g in enumerate(group_ids):
+    for i, g in enumerate(group_ids.tolist() if torch.is_tensor(group_ids) else group_ids):
         if len(mem_rewards[i]) != len(mem_spans[i]):
             raise ValueError(f"trajectory {i} has {len(mem_rewards[i])} memory rewards for {len(mem_spans[i])} memory spans")
         groups[g] += [(i, start, end, float(r)) for r, (start, end) in zip(mem_rewards[i], mem_spans[i])]

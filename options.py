@@ -3,6 +3,7 @@
     o = parse_options(["--steps", "10"])                       # a Namespace: o.steps, o.lr, …
 """
 import json
+import sys
 from argparse import HelpFormatter, Namespace
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class RolloutOptions:
     max_response_tokens: int | None = option("max_response_tokens", "tokens after the prompt, tool results included")
     max_turn_tokens: int | None = option("max_turn_tokens", "tokens sampled in one turn")
     temperature: float = option(1.0, "of the sampling, and so of every log-probability in training")
-    top_k: int | None = option("top_k", "documents a search returns")
+    top_k: int | None = option("top_k", "documents a search returns; the embedded world's demonstrations always show 1")
 
 
 @dataclass
@@ -92,7 +93,7 @@ class OptimizerOptions:
     token_budget: int | None = option("token_budget", "tokens a micro-batch, in scoring and update")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations: of the embedded world, or "
                                           "from the supporting facts or decompositions that --data brings; "
-                                          f"{SFT_STEPS} with --sft-only or --sft-data")
+                                          f"{SFT_STEPS} with --sft-data, or with --sft-only on --data")
     cold_start_lr: float | None = option("cold_start_lr", "learning rate of the cold start, falling linearly")
     keep: float | None = option("keep", "cold start: probability that a demonstrated memory keeps a known fact")
     sft_only: bool = option(False, "stop after the cold start: no RL")
@@ -108,7 +109,7 @@ HARMLESS = ("out", "resume", "save_every")                     # may differ when
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
               token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),
               eval_turns=(1, None), eval_batch_size=(1, None), cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None), replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1),
-              clip_low=(0, 1), clip_high=(0, None), lr=(0, None), cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None),
+              clip_low=(0, 1), clip_high=(0, None), lr=(0, None), cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None), memory_weight=(0, None),
               format_score=(0, 1))
 
 
@@ -146,9 +147,9 @@ def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
 def check(parser: HfArgumentParser, o: Namespace) -> None:
     """Values out of bounds, and options that do not go together, end the program in one sentence."""
     for name, (least, most) in BOUNDS.items():
-        if not least <= getattr(o, name) <= (float("inf") if most is None else most):
+        if not least <= getattr(o, name) <= (sys.float_info.max if most is None else most):
             parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"at least {least}" if most is None else f"a value from {least} to {most}"))
-    if o.temperature <= 0:
+    if not 0 < o.temperature <= sys.float_info.max:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
     if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):
         parser.error("--dtype bfloat16 rounds small updates away, so training keeps float32 weights; leave it out, or give --steps 0")

@@ -524,3 +524,12 @@ def test_a_step_without_a_trained_token_leaves_weights_and_moments():
     update(policy, None, optimizer, [trajectory(policy, 0, list(range(30)))], torch.zeros(1, 1), OPTIONS)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
     assert {int(s["step"]) for s in optimizer.state.values()} == {1}
+
+
+def test_group_ids_may_be_a_tensor():
+    """Keeps out groups of one, all without advantage, because tensors hash by identity."""
+    mask, scores = torch.ones(4, 2), [0.0, 1.0, 0.0, 1.0]
+    assert torch.equal(compute_grpo_outcome_advantage(scores, torch.tensor([0, 0, 1, 1]), mask), compute_grpo_outcome_advantage(scores, [0, 0, 1, 1], mask))
+    rewards, spans = [[s] for s in scores], [[(0, 1)]] * 4
+    assert torch.equal(compute_grpo_memory_advantage(rewards, spans, torch.tensor([0, 0, 1, 1]), mask),
+                       compute_grpo_memory_advantage(rewards, spans, [0, 0, 1, 1], mask))
