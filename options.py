@@ -148,7 +148,7 @@ def check(parser: HfArgumentParser, o: Namespace) -> None:
     """Values out of bounds, and options that do not go together, end the program in one sentence."""
     for name, (least, most) in BOUNDS.items():
         if not least <= getattr(o, name) <= (sys.float_info.max if most is None else most):
-            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"at least {least}" if most is None else f"a value from {least} to {most}"))
+            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"a number of at least {least}" if most is None else f"a value from {least} to {most}"))
     if not 0 < o.temperature <= sys.float_info.max:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
     if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):

@@ -158,7 +158,7 @@ MISTAKES = [
     (["--group-size", "1"], "--group-size is 1"),
     (["--temperature", "0"], "--temperature is 0"),
     (["--temperature", "nan"], "--temperature is nan"),
-    (["--memory-weight", "nan"], "--memory-weight is nan; give at least 0"),
+    (["--memory-weight", "nan"], "--memory-weight is nan; give a number of at least 0"),
     (["--lr", "inf"], "--lr is inf"),
     (["--data", "README.md", "--model", "x"], "README.md, line 1: not valid JSON"),
     (["--gate", "half"], "invalid choice: 'half'"),
