@@ -1,8 +1,9 @@
 """Checkpoints of a training run: all that a stopped run needs to go on bit for bit.
 
 A checkpoint is one safetensors file, checkpoint-NUMBER-HASH.safetensors: written under another name, synced, renamed. So whatever bears
-such a name was whole once, and its hash shows whether it still is. It holds the trained weights (a tied one once), the optimizer's
-moments, every random state, and as JSON where the run stands. The newest two are kept. Nothing is ever unpickled.
+such a name was whole once, and its hash shows whether it still is. It holds the weights that the optimizer steps (of a bfloat16 policy
+its float32 masters; a tied one once), the optimizer's moments, every random state, and as JSON where the run stands. The newest two are
+kept. Nothing is ever unpickled.
 """
 import hashlib
 import json

@@ -15,10 +15,12 @@ L layers, H key/value heads, G query heads a key/value head, D head width. Left 
     python lastkv.py --model Qwen2.5-0.5B                      # the same, shorter, on that model
 """
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -191,15 +193,21 @@ class LastKV(Policy):
     def layers(self, x, position, mask, read):
         """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v) puts layer l's history in front of its new
         keys and values [n,H,S,D]: in `read` alone replay and decode differ."""
-        body = self.model.model
+        body, rest = self.model.model, self.rest_of_layer
+        if self.checkpoints():                                 # the greater part: `read` keeps the history, which later chunks need anyway
+            rest = partial(checkpoint, rest, use_reentrant=False, preserve_rng_state=False)
         rope = body.rotary_emb(x, position)
         for l, layer in enumerate(body.layers):
             a, y = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (f(y).unflatten(-1, (-1, self.D)).transpose(1, 2) for f in (a.q_proj, a.k_proj, a.v_proj))
             q, k = self.rotate(q, k, *rope)
-            x = x + a.o_proj(attend(q, *read(l, k, v), mask, a.scaling))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = rest(layer, x, q, *read(l, k, v), mask)
         return body.norm(x)
+
+    def rest_of_layer(self, layer, x, q, k, v, mask):
+        """A layer from its attention on: x [n,S,E], q [n,G·H,S,D], all keys and values it sees [n,H,K,D] -> [n,S,E]."""
+        x = x + layer.self_attn.o_proj(attend(q, k, v, mask, layer.self_attn.scaling))
+        return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def gates(self) -> torch.Tensor:
         """α as [L,H,1,1], in the model's own type and place."""
@@ -221,7 +229,7 @@ class LastKV(Policy):
         blocks, older, own = [], [], []                        # older: K^L, V^L of chunks < c − 1; own: K^l, V^l of chunk c − 1
         for c, start in enumerate(range(0, T, C)):
             x = embed(ids[:(lengths > start).sum(), start:start + C])                 # [n,S,E] sequences that reach this chunk
-            (n, S, _), at = x.shape, torch.arange(start, min(start + C, T), device=ids.device)
+            (n, S, _), at = x.shape, torch.arange(start, min(start + C, T), device=x.device)
             cut = bool(j) and c % j == 0
             older, before = ([(t.detach() if cut else t)[:, :n] for t in history] for history in (older, own))
             mask = torch.full((S, start + S), -torch.inf, dtype=x.dtype, device=x.device).triu(start + 1) if c else None
@@ -355,7 +363,7 @@ class Feedback(Policy):
         fed [B,T,1]: 0 where a token has none before it."""
         inputs = x
         for _ in range(rounds):
-            h = self.model.base_model(inputs_embeds=inputs, use_cache=False, **where).last_hidden_state     # [B,T,E]
+            h = self.states(inputs_embeds=inputs, **where)                            # [B,T,E]
             inputs = x + F.pad(self.W(h[:, :-1]), (0, 0, 1, 0)) * fed
         return inputs
 
@@ -365,7 +373,7 @@ class Feedback(Policy):
         position = (real.cumsum(1) - 1).clamp(min=0)
         where = dict(attention_mask=attention_mask, position_ids=position)
         x = self.refined(self.model.get_input_embeddings()(input_ids), self.rounds if rounds is None else rounds, (position > 0)[..., None], **where)
-        return self.model.base_model(inputs_embeds=x, use_cache=False, **where).last_hidden_state
+        return self.states(inputs_embeds=x, **where)
 
     def serial(self, input_ids, prompt: int) -> torch.Tensor:
         """The exact hybrid replay, [B,T] -> [B,T,E]: the prompt's parallel prefill, then every token after the one before it."""

@@ -15,7 +15,8 @@ from mempo import GATES
 # option: (embedded world, otherwise); every other option has one default
 DEFAULTS = {"eval_questions": (200, 0), "eval_batch_size": (200, 16), "group_size": (8, 16), "max_response_tokens": (640, 4096),
             "max_turn_tokens": (64, 1024), "top_k": (1, 5), "steps": (60, 200), "lr": (5e-4, 1e-6), "token_budget": (2048, 8192),
-            "cold_start_steps": (1000, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.45, 1.0), "save_every": (50, 20)}
+            "cold_start_steps": (1000, 0), "cold_start_lr": (6e-3, 1e-5), "keep": (0.45, 1.0), "save_every": (50, 20),
+            "gradient_checkpointing": (False, True)}
 SFT_STEPS = 200                                                # of the cold start with --sft-only or --sft-data, where --data gives none
 
 
@@ -33,7 +34,9 @@ class ModelOptions:
     _argument_group_name = "model"
     model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
     device: str | None = option(None, "cuda or cpu; cuda where there is one")
-    dtype: str = option("float32", "weights: float32 or bfloat16", choices=["float32", "bfloat16"])
+    dtype: str = option("float32", "weights: float32, whose replay equals the rollout to rounding noise, or bfloat16, which halves weights and cache and "
+                        "is what to take on a GPU; training then keeps float32 masters of them, since bfloat16 rounds small updates away",
+                        choices=["float32", "bfloat16"])
     policy: str = option("full", "how the model is executed: full (an ordinary transformer), lastkv (recurrent in chunks), feedback (at every token)",
                          choices=["full", "lastkv", "feedback"])
     chunk_size: int = option(512, "lastkv: tokens a chunk")
@@ -91,6 +94,8 @@ class OptimizerOptions:
     lr: float | None = option("lr", "learning rate of RL, falling linearly to 0")
     max_grad_norm: float = option(1.0, "gradient norm clip")
     token_budget: int | None = option("token_budget", "tokens a micro-batch, in scoring and update")
+    gradient_checkpointing: bool | None = option("gradient_checkpointing", "true or false: keep a layer's inputs only and compute it again in the "
+                                                 "backward pass, for less memory and more time; lastkv keeps its keys and values, too")
     cold_start_steps: int | None = option("cold_start_steps", "supervised steps before RL, on scripted demonstrations: of the embedded world, or "
                                           "from the supporting facts or decompositions that --data brings; "
                                           f"{SFT_STEPS} with --sft-data, or with --sft-only on --data")
@@ -104,7 +109,7 @@ class OptimizerOptions:
 GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
 
 
-HARMLESS = ("out", "resume", "save_every")                     # may differ when a run goes on: the result does not depend on them
+HARMLESS = ("out", "resume", "save_every", "gradient_checkpointing")   # may differ when a run goes on: the result does not depend on them
 # option -> (least, most or None)
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
               token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),
@@ -151,8 +156,6 @@ def check(parser: HfArgumentParser, o: Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"a number of at least {least}" if most is None else f"a value from {least} to {most}"))
     if not 0 < o.temperature <= sys.float_info.max:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
-    if o.dtype == "bfloat16" and (o.steps or o.cold_start_steps):
-        parser.error("--dtype bfloat16 rounds small updates away, so training keeps float32 weights; leave it out, or give --steps 0")
     if o.corpus and not o.data:
         parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
     if o.data and not o.model:

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -118,6 +119,7 @@ class Policy:
         self.model = model.eval()
         self.cache_argument = "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
         self.max_tokens_a_pass = 16384                         # bounds the activations and the [n,1,S,K] mask of a prefill
+        self.gradient_checkpointing = False                    # keep a layer's inputs only and compute it again in the backward pass
 
     @property
     def device(self):
@@ -195,10 +197,27 @@ class Policy:
         Padding is what attention_mask says, never a token's id. On the right it needs no mask at all: nothing real looks there.
         """
         if attention_mask is None or bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-            return self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            return self.states(input_ids=input_ids)
         position = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        return self.model.base_model(input_ids=input_ids, attention_mask=attention_mask.bool(), position_ids=position,
-                                     use_cache=False).last_hidden_state
+        return self.states(input_ids=input_ids, attention_mask=attention_mask.bool(), position_ids=position)
+
+    def states(self, **inputs) -> torch.Tensor:
+        """One pass without a cache -> last hidden states [B,T,E].
+
+        transformers' own checkpointing wants a layer in training mode, where some models drop activations; here all stay in eval mode,
+        and each layer's forward is wrapped while this pass runs, so that no cached step ever sees it.
+        """
+        layers = next(m for m in self.model.base_model.modules() if isinstance(m, torch.nn.ModuleList)) if self.checkpoints() else []
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        try:
+            return self.model.base_model(use_cache=False, **inputs).last_hidden_state
+        finally:
+            for layer in layers:
+                del layer.forward                              # the class's own again
+
+    def checkpoints(self) -> bool:
+        return self.gradient_checkpointing and torch.is_grad_enabled()
 
     def replay(self, input_ids, attention_mask=None) -> torch.Tensor:
         """[B,T] -> logits [B,T,V], with gradients; right- or left-padded."""
@@ -242,6 +261,33 @@ class Policy:
                   for h, y in zip(chosen.split(size), target.split(size))]
         out = hidden.new_zeros(input_ids.shape, dtype=torch.float32)
         return out.masked_scatter(select, torch.cat(pieces)) if len(target) else out
+
+
+def master_weights(policy) -> list[torch.nn.Parameter]:
+    """What the optimizer steps, in the order of policy.parameters(): a float32 parameter itself, and for a bfloat16 one its master.
+
+    A step of 1e-6 would be rounded away in bfloat16, and so would one micro-batch's gradient beside the sum of many. A master is a float32
+    copy; its .grad takes every gradient of its parameter in float32 as soon as the backward pass has it, and the parameter keeps none.
+    """
+    def master(p):
+        copy = torch.nn.Parameter(p.detach().float())
+
+        def take(p):
+            copy.grad = p.grad.float() if copy.grad is None else copy.grad.add_(p.grad)
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(take)
+        return copy
+
+    return [master(p) if p.dtype == torch.bfloat16 else p for p in policy.parameters()]
+
+
+@torch.no_grad()
+def round_masters(policy, masters) -> None:
+    """The policy's weights become their masters, rounded; a parameter that is its own master stays."""
+    for p, master in zip(policy.parameters(), masters):
+        if p is not master:
+            p.copy_(master)
 
 
 class Chat:

@@ -28,7 +28,7 @@ from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grp
                    micro_batches, ppo_loss)
 from lastkv import under_rule
 from options import DEFAULTS, parse_options
-from policy import Chat, load_policy, pad_right, run_script, usable_device
+from policy import Chat, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
 from reward import compute_score
 from world import world_demonstrations, world_policy, world_tokenizer
 
@@ -57,11 +57,12 @@ def demonstrations(data, o: Namespace, first: int = 0):
     return (world_demonstrations(o.seed, step, o.keep) for step in range(first, o.cold_start_steps))
 
 
-def cold_start(policy, tokenizer, data, o: Namespace, run: Run) -> None:
+def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None:
     """Supervised steps on demonstrations; in the embedded world their memories are unreliable: the state in which RL finds its policy."""
-    parameters, chat, long, window = policy.parameters(), Chat(tokenizer), 0, policy.context_length or 1 << 60
-    optimizer = torch.optim.AdamW(parameters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    first = run.begin("cold start", o.cold_start_steps, parameters, optimizer)
+    chat, long, window = Chat(tokenizer), 0, policy.context_length or 1 << 60
+    optimizer = torch.optim.AdamW(masters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01, foreach=False)
+    first = run.begin("cold start", o.cold_start_steps, masters, optimizer)
+    round_masters(policy, masters)
     bar = tqdm(demonstrations(data, o, first), "cold start", o.cold_start_steps, initial=first, mininterval=1)
     for step, batch in enumerate(bar, first):
         for group in optimizer.param_groups:
@@ -73,10 +74,10 @@ def cold_start(policy, tokenizer, data, o: Namespace, run: Run) -> None:
             raise ValueError(f"step {step}'s demonstrations are all longer than the model's {window} tokens; give a smaller --top-k or shorter chats")
         optimizer.zero_grad()
         loss = supervised_loss(policy, *zip(*fitting), o.token_budget)
-        norm = optimizer_step(parameters, optimizer, o.max_grad_norm, math.isfinite(loss))
+        norm = optimizer_step(policy, optimizer, o.max_grad_norm, math.isfinite(loss))
         run.count_skipped(norm is None, MOST_SKIPPED)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        run.done(step, parameters, optimizer)
+        run.done(step, masters, optimizer)
     if long:
         print(f"cold start: {long} demonstrations were left out, as they are longer than the model's {window} tokens", file=sys.stderr)
 
@@ -92,12 +93,14 @@ def supervised_loss(policy, ids, mask, token_budget: int) -> float:
     return loss
 
 
-def optimizer_step(parameters, optimizer, max_norm: float, finite) -> float | None:
-    """One clipped step -> the gradient's norm; None, with weights and optimizer untouched, if loss or gradient is not finite."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+def optimizer_step(policy, optimizer, max_norm: float, finite) -> float | None:
+    """One clipped step -> the gradient's norm; None, with weights, masters and optimizer untouched, if loss or gradient is not finite."""
+    masters = optimizer.param_groups[0]["params"]
+    norm = torch.nn.utils.clip_grad_norm_(masters, max_norm)
     if not (finite and norm.isfinite()):
         return None
     optimizer.step()
+    round_masters(policy, masters)
     return float(norm)
 
 
@@ -146,7 +149,7 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
     Loss or gradient that is not finite leaves weights and optimizer as they are; "skipped" then lists the trajectories it came from.
     """
     total = sum(sum(t.response_mask) for t in trajectories)
-    logged, parameters, bad, seen = Counter(loss=0.0, kl=0.0, clip_fraction=0.0, max_ratio_dev=0.0), policy.parameters(), [], []
+    logged, bad, seen = Counter(loss=0.0, kl=0.0, clip_fraction=0.0, max_ratio_dev=0.0), [], []
     optimizer.zero_grad()
     for batch in micro_batches([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], o.token_budget):
         rows = [trajectories[i] for i in batch]
@@ -173,7 +176,7 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
         logged.update({"loss": loss.item() * share})
         logged.update({name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
         logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
-    norm = optimizer_step(parameters, optimizer, o.max_grad_norm, not bad)
+    norm = optimizer_step(policy, optimizer, o.max_grad_norm, not bad)
     return {**logged, "grad_norm": norm, "trained_tokens": total, "skipped": (bad or seen) if norm is None else []}
 
 
@@ -188,12 +191,13 @@ def sample_record(step: int, i: int, t, **more) -> str:
                        "answers": t.question["answers"], **more}) + "\n"
 
 
-def train(policy, reference, tokenizer, data, o: Namespace, run: Run) -> list:
+def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -> list:
     """The RL loop -> the last step's trajectories."""
-    trajectories, parameters, names = [], policy.parameters(), ("metrics.jsonl", "samples.jsonl", "skipped.jsonl")
-    optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    trajectories, names = [], ("metrics.jsonl", "samples.jsonl", "skipped.jsonl")
+    optimizer = torch.optim.AdamW(masters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=False)   # foreach: temporaries as large as all weights
     generator = torch.Generator(policy.device).manual_seed(o.seed)
-    first = run.begin("RL", o.steps, parameters, optimizer, generator, names)
+    first = run.begin("RL", o.steps, masters, optimizer, generator, names)
+    round_masters(policy, masters)
     for _ in range(first * o.questions_per_step):              # drawn already
         next(data.train)
     bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1, disable=not o.steps)
@@ -211,6 +215,7 @@ def train(policy, reference, tokenizer, data, o: Namespace, run: Run) -> list:
         advantages, rewards, scores, logged = rewards_and_advantages(policy, tokenizer, trajectories, o)
         clock.append(time.perf_counter())
         updates = [update(policy, reference, optimizer, trajectories, advantages, o) for _ in range(o.epochs)]
+        optimizer.zero_grad()                                  # room for the next rollout's cache
         clock.append(time.perf_counter())
         logged |= updates[0] | {"skipped": sum(bool(u["skipped"]) for u in updates), "ratio_by_epoch": [u["max_ratio_dev"] for u in updates]}
         seconds = {part: b - a for part, a, b in zip(("rollout", "scoring", "update"), clock, clock[1:])}
@@ -225,7 +230,7 @@ def train(policy, reference, tokenizer, data, o: Namespace, run: Run) -> list:
         bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
                         ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
         run.count_skipped(logged["skipped"] == o.epochs, MOST_SKIPPED)
-        run.done(step, parameters, optimizer, generator, files)
+        run.done(step, masters, optimizer, generator, files)
     return trajectories
 
 
@@ -243,7 +248,9 @@ def main(argv: list[str]) -> None:
 
     def weights(name):
         policy, tokenizer = load_policy(name, o.dtype, o.device)
-        return under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, name), tokenizer
+        policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, name)
+        policy.gradient_checkpointing = o.gradient_checkpointing
+        return policy, tokenizer
 
     policy, tokenizer = weights(start)
     if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
@@ -259,6 +266,7 @@ def main(argv: list[str]) -> None:
           f"on {policy.device}, seed {o.seed}" + (f"; going on after step {run.state['step']} of {run.state['stage']}" if run.path else
                                                   "; no checkpoint yet, from the start" if o.resume else ""))
     torch.manual_seed(o.seed)
+    masters = master_weights(policy)
     result = run.state["result"]
 
     def finish(name, folder):                                  # a stage's weights, and its rows of the table
@@ -269,11 +277,11 @@ def main(argv: list[str]) -> None:
 
     if o.cold_start_steps:
         if run.state["stage"] != "RL":
-            cold_start(policy, tokenizer, data, o, run)
+            cold_start(policy, masters, tokenizer, data, o, run)
             finish("cold_start", "cold_start")
         start = out / "cold_start"
     reference = weights(str(start))[0] if o.kl_coef else None
-    trajectories = train(policy, reference, tokenizer, data, o, run)
+    trajectories = train(policy, masters, reference, tokenizer, data, o, run)
     if not o.sft_only:
         finish("final", "model")
     result |= {"seconds": round(run.seconds(), 1), "seed": o.seed}

@@ -23,7 +23,8 @@ from agent_loop import Trajectory
 from checkpoint import KEPT, checkpoints, newest, read, restore, save
 from helpers import tiny_model
 from mempo import compute_grpo_outcome_advantage
-from policy import Policy
+from lastkv import under_rule
+from policy import Policy, master_weights
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--cold-start-steps", "4", "--steps", "4", "--questions-per-step", "2", "--group-size", "2", "--max-turns", "3", "--max-turn-tokens", "12",
@@ -224,6 +225,37 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert done.returncode == 2 and "--lr (was 0.0005)" in done.stderr and "--group-size (was 8)" in done.stderr and "--steps" not in done.stderr.split("error")[1]
 
 
+# ---- bfloat16 ----
+
+def test_a_bfloat16_run_goes_on_from_its_float32_masters(tmp_path):
+    """Keeps out a checkpoint of the rounded weights, a resume that trains on beside its masters, and masters that leave the policy behind."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for out, deadly in ((whole, None), (broken, ("save_file", 4)), (broken, ("save_file", 5)), (broken, None)):
+        process = start(out, "--dtype", "bfloat16", "--resume", deadly=deadly)
+        process.join()
+        assert process.exitcode == (-signal.SIGKILL if deadly else 0), out.with_suffix(".log").read_text()[-2000:]
+    assert not differences(outcome(broken), outcome(whole))
+    for row in outcome(whole)["metrics"]:
+        assert 0 < row["max_ratio_dev"] < math.inf and math.isfinite(row["grad_norm"]) and not row["skipped"]
+    saved, model = load_file(newest(whole / "checkpoints")), load_file(whole / "model" / "model.safetensors")
+    masters = [saved[f"parameter.{i}"] for i in range(sum(name.startswith("parameter.") for name in saved))]
+    assert all(m.dtype == torch.float32 for m in masters) and any((m != m.bfloat16()).any() for m in masters)
+    weights = {tuple(w.flatten()[:4].tolist()): w for w in model.values()}
+    assert all(torch.equal(weights[tuple(m.bfloat16().flatten()[:4].tolist())], m.bfloat16()) for m in masters if m.dim() == 2)
+
+
+@pytest.mark.parametrize("rule", ["full", "lastkv", "feedback"])
+def test_every_rule_steps_its_masters(rule):
+    """Keeps out a parameter that has no master or whose gradient is lost on the way, and an α rounded to bfloat16."""
+    policy = under_rule(Policy(tiny_model().bfloat16()), rule, 2, 1)
+    masters = master_weights(policy)
+    before = [m.detach().clone() for m in masters]
+    o = Namespace(token_budget=8, temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
+    train.update(policy, None, torch.optim.AdamW(masters, lr=1e-4), [trajectory(0, [3, 4, 5, 6]), trajectory(0, [6, 7])], torch.ones(2, 4), o)
+    assert all(m.dtype == torch.float32 and torch.equal(m.to(p.dtype), p) for p, m in zip(policy.parameters(), masters, strict=True))
+    assert all(bool((m != b).any()) for m, b in zip(masters, before)) and [p is m for p, m in zip(policy.parameters(), masters)][-1] == (rule == "lastkv")
+
+
 # ---- numbers that are not finite ----
 
 def trajectory(group: int, ids: list[int]) -> Trajectory:
@@ -238,20 +270,22 @@ class Poisoned(Policy):
         return logp * torch.where(((input_ids == 39) & select).any(1, keepdim=True), math.nan, 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("poison, value", [([39], 0.0), ([], math.inf)], ids=["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_skipped(poison, value):
-    """Keeps out weights or moments that a NaN has touched, and a log that does not say where it came from."""
-    policy = Poisoned(tiny_model())
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+def test_a_step_that_is_not_finite_is_skipped(poison, value, dtype):
+    """Keeps out weights, masters or moments that a NaN has touched, and a log that does not say where it came from."""
+    policy = Poisoned(tiny_model().to(dtype))
+    masters = master_weights(policy)
+    optimizer = torch.optim.AdamW(masters, lr=0.1)
     o = Namespace(token_budget=8, temperature=1.0, clip_low=0.2, clip_high=0.2, kl_coef=0.0, max_grad_norm=1.0)
     good, bad = trajectory(0, [3, 4, 5]), trajectory(0, [6, 7, 8, *poison])
     assert train.update(policy, None, optimizer, [good, trajectory(0, [6, 7])], torch.ones(2, 4), o)["skipped"] == []
-    before, moments = deepcopy(policy.model.state_dict()), deepcopy(optimizer.state_dict())
+    before, moments, exact = deepcopy(policy.model.state_dict()), deepcopy(optimizer.state_dict()), [m.detach().clone() for m in masters]
     if value:
         policy.model.model.norm.weight.register_hook(lambda g: g * value)
     logged = train.update(policy, None, optimizer, [good, bad], torch.ones(2, 4), o)
     assert logged["skipped"] == ([1] if poison else [0, 1]) and logged["grad_norm"] is None and math.isfinite(logged["loss"])
-    assert all(torch.equal(v, before[k]) for k, v in policy.model.state_dict().items())
+    assert all(torch.equal(v, before[k]) for k, v in policy.model.state_dict().items()) and all(map(torch.equal, masters, exact))
     assert all(torch.equal(t, moments["state"][i][k]) for i, s in optimizer.state_dict()["state"].items() for k, t in s.items())
 
 

@@ -1,18 +1,20 @@
 """Cached steps, replayed log-probabilities, chat template pieces and loading (policy.py). Run: python -m pytest tests/test_policy.py -q"""
 import json
 import random
+from argparse import Namespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 import policy as policy_file
 from agent_loop import rollout, sample
 from world import world_policy, world_tokenizer
 from helpers import TEMPLATE, greedy_tokenizer, tiny_model
-from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_policy, resolve_name
+from lastkv import Feedback, LastKV
+from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_policy, master_weights, resolve_name, round_masters
 
 quick = settings(max_examples=25, deadline=None)
 V = 40
@@ -242,6 +244,82 @@ def test_dropout_is_off_in_every_pass():
     first, second = policy.logprobs(ids, select), policy.logprobs(ids, select)
     assert torch.equal(first, second)
     close(rollout_logits, policy.replay(ids)[:, -1].detach())
+
+
+# ----------------------------------------------------------------------------------------- float32 masters, checkpointing
+def test_masters_keep_what_bfloat16_rounds_away():
+    """Keeps out steps and gradients that are lost in bfloat16. Below 1 its numbers lie 2^-8 apart: three steps of 2^-10 are nearer to the next
+    one, one or two (a tie, to even) are not; and 1 + 2^-9 lies half-way, so a sum there would stay 1."""
+    policy = Namespace(parameters=lambda: [p, q])
+    p, q = (torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    masters = master_weights(policy)
+    assert masters[0].dtype == torch.float32 and masters[1] is q
+    optimizer, seen = torch.optim.SGD(masters, lr=2 ** -10), []
+    for gradient in (1, 2 ** -9):                              # two micro-batches
+        (p * gradient).sum().backward()
+    assert masters[0].grad.item() == 1 + 2 ** -9 and p.grad is None
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p + q).sum().backward()
+        optimizer.step()
+        round_masters(policy, masters)
+        seen.append((p.item(), masters[0].item(), q.item()))
+    assert seen == [(1, 1 - 2 ** -10, 1 - 2 ** -10), (1, 1 - 2 ** -9, 1 - 2 ** -9), (1 - 2 ** -8, 1 - 3 * 2 ** -10, 1 - 3 * 2 ** -10)]
+
+
+def test_a_float32_policy_is_its_own_master():
+    """Keeps out a second copy of the weights where none is needed."""
+    policy = Policy(tiny_model(V, tie_word_embeddings=True))
+    assert all(a is b for a, b in zip(master_weights(policy), policy.parameters(), strict=True))
+    assert all(p._post_accumulate_grad_hooks is None for p in policy.parameters())
+
+
+def saved_bytes(call):
+    """call() -> (its result, bytes that autograd keeps for its backward pass, weights aside)."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in call.__self__.parameters()}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return call(torch.tensor([[5, 6, 7] * 7] * 2)), sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
+BUILDS = {"qwen2": lambda: Policy(tiny_model(V, attention_dropout=0.5)), "lastkv": lambda: LastKV(tiny_model(V), 8), "feedback": lambda: Feedback(tiny_model(V), 2),
+          "opt": lambda: Policy(OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5))),
+          "gpt2": lambda: Policy(GPT2LMHeadModel(GPT2Config(**SMALL, resid_pdrop=0.5)))}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(build):
+    """Keeps out other gradients, dropout that comes on with a training mode (OPT has it in the layer itself), and a cached step that sees it."""
+    results = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        policy = build()
+        policy.gradient_checkpointing = on
+        hidden, kept = saved_bytes(policy.hidden)
+        hidden.square().sum().backward()
+        assert not any(m.training or "forward" in vars(m) for m in policy.model.modules())
+        logits = policy.step(torch.tensor([[5, 6, 7, 8]]), [4], policy.new_cache(1, 4))
+        results.append(([hidden, logits, *(p.grad for p in policy.parameters() if p.grad is not None)], kept))
+    (plain_, most), (checkpointed, least) = results
+    assert len(plain_) > 4 and len(plain_) == len(checkpointed) and all(map(torch.equal, plain_, checkpointed))
+    assert least < 0.75 * most
+
+
+def test_a_cache_is_written_once_under_gradient_checkpointing():
+    """Keeps out a cached pass with gradients that is computed again and so writes its keys twice: Feedback's exact serial replay."""
+    results, ids = [], torch.tensor([[5, 6, 7, 8, 9, 10]])
+    for on in (False, True):
+        policy = Feedback(tiny_model(V), 1)
+        policy.gradient_checkpointing = on
+        states = policy.serial(ids, 3)
+        results.append([states, *torch.autograd.grad(states.square().sum(), policy.parameters(), allow_unused=True)[:-2]])
+    assert all(torch.equal(a, b) for a, b in zip(*results) if a is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- Chat
