@@ -53,6 +53,7 @@ class DataOptions:
     out: str = option("runs/mempo", "the run's folder")
     resume: bool = option(False, "go on with the run in --out where it was stopped, with its own settings; from the start if it has no checkpoint yet")
     save_every: int | None = option("save_every", "steps between two checkpoints")
+    dry_run: bool = option(False, "print the memory that the run will need, by part, and whether it fits; nothing is loaded or written")
     eval_questions: int | None = option("eval_questions", "held-out questions for the final table")
     eval_split: str = option("test", "embedded world: dev to choose settings, test to report", choices=["dev", "test"])
     eval_turns: int = option(64, "turns of an episode at evaluation")
@@ -109,7 +110,7 @@ class OptimizerOptions:
 GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
 
 
-HARMLESS = ("out", "resume", "save_every", "gradient_checkpointing")   # may differ when a run goes on: the result does not depend on them
+HARMLESS = ("out", "resume", "save_every", "dry_run", "gradient_checkpointing")   # may differ when a run goes on: the result does not depend on them
 # option -> (least, most or None)
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
               token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 PLAIN_CHAT_TEMPLATE = (  # for models that bring none
@@ -358,12 +359,11 @@ def usable_device(device: str | None) -> str:
     return device
 
 
-def load_policy(name: str, dtype: str = "float32", device: str | None = None):
-    """(Policy, tokenizer) from a hub id, its short form, a folder of safetensors, or GGUF weights (a file or its folder).
-
-    Pickled weights and remote code are refused. Raises ValueError, in one sentence, if there is nothing to load.
-    """
-    device, source, options = usable_device(device), resolve_name(name), {}
+@contextmanager
+def loading(name: str):
+    """(source, options) for transformers' from_pretrained from a hub id, its short form, a folder of safetensors, or GGUF weights (a file or
+    its folder). Raises ValueError, in one sentence, if there is nothing to load, or if what stands inside finds nothing."""
+    source, options = resolve_name(name), {}
     path = Path(source)
     gguf = [path] if path.suffix == ".gguf" and path.exists() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if gguf and not (path.is_dir() and (path / "config.json").exists()):
@@ -374,18 +374,31 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     elif (path.is_absolute() or path.suffix == ".gguf") and not path.exists():
         raise ValueError(f"there is no folder or file {name}; --model takes a hub id, a folder, or GGUF weights")
     try:
-        declared = {} if options else get_tokenizer_config(source)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
-        plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
-        if not options:
-            options["use_safetensors"] = True
-        model = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, **options)
+        yield source, options
     except (OSError, ImportError, ValueError, SafetensorError) as error:
         if path.exists():
             raise ValueError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
         raise ValueError(f"cannot load {source} (from --model {name}): not found as a folder, in the local Hugging Face cache or "
                          f"on the hub; download it where there is a network (`hf download {source}`) and pass its folder "
                          f"({str(error).splitlines()[0]})") from error
+
+
+def load_config(name: str):
+    """The configuration of what load_policy would load, without a weight."""
+    with loading(name) as (source, options):
+        return AutoConfig.from_pretrained(source, **options)
+
+
+def load_policy(name: str, dtype: str = "float32", device: str | None = None):
+    """(Policy, tokenizer) by a name that `loading` takes. Pickled weights and remote code are refused."""
+    device = usable_device(device)
+    with loading(name) as (source, options):
+        declared = {} if options else get_tokenizer_config(source)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
+        plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
+        if not options:
+            options["use_safetensors"] = True
+        model = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, **options)
     if options.get("gguf_file"):                               # saved again it is an ordinary float model
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None

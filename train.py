@@ -24,13 +24,14 @@ from checkpoint import Run, digest, write_text
 from data import load_data
 from demonstrations import chat_demonstrations, support_demonstrations
 from eval import evaluate, figures, mean, print_table, show
+from forecast import forecast
 from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
                    micro_batches, ppo_loss)
 from lastkv import under_rule
 from options import DEFAULTS, parse_options
-from policy import Chat, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
+from policy import Chat, load_config, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
 from reward import compute_score
-from world import world_demonstrations, world_policy, world_tokenizer
+from world import world_config, world_demonstrations, world_policy, world_tokenizer
 
 MOST_SKIPPED = 5                                               # steps in a row that are not finite, before the run stops
 
@@ -237,6 +238,8 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
 def main(argv: list[str]) -> None:
     """Set up, cold start, RL, evaluation; what is printed is what a run is for."""
     o = parse_options(argv)
+    if o.dry_run:
+        return forecast(load_config(o.model) if o.model else world_config(), o)
     out = Path(o.out)
     if (out / "config.json").exists() and not o.resume:
         raise ValueError(f"the run folder {out} exists already; --resume goes on with it, or give another --out")

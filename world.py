@@ -142,11 +142,15 @@ def world_tokenizer() -> PreTrainedTokenizerFast:
                                    clean_up_tokenization_spaces=False)
 
 
+def world_config() -> Qwen2Config:
+    """The tiny policy: a Qwen2 of 0.38 M parameters."""
+    return Qwen2Config(vocab_size=len(world_tokenizer()), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+                       intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True, initializer_range=0.05)
+
+
 def world_policy(folder, seed: int) -> str:
-    """Write the tiny policy, a Qwen2 of 0.38 M random parameters, and its tokenizer to a folder, to be loaded like any other."""
-    tokenizer = world_tokenizer()
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-                         intermediate_size=256, max_position_embeddings=2048, rope_theta=1000.0, tie_word_embeddings=True, initializer_range=0.05)
+    """Write the tiny policy, with random parameters, and its tokenizer to a folder, to be loaded like any other."""
+    tokenizer, config = world_tokenizer(), world_config()
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

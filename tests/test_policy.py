@@ -14,7 +14,7 @@ from agent_loop import rollout, sample
 from world import world_policy, world_tokenizer
 from helpers import TEMPLATE, greedy_tokenizer, tiny_model
 from lastkv import Feedback, LastKV
-from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_policy, master_weights, resolve_name, round_masters
+from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_config, load_policy, master_weights, resolve_name, round_masters
 
 quick = settings(max_examples=25, deadline=None)
 V = 40
@@ -382,9 +382,10 @@ def test_a_folder_here_goes_before_the_hub(tmp_path, monkeypatch):
 def test_what_cannot_be_loaded_is_said_in_one_sentence(monkeypatch, name, message):
     """Keeps out a page of traceback, and a wait for the network, for a mistyped name."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError) as error:
-        load_policy(name)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    for load in (load_policy, load_config):
+        with pytest.raises(ValueError) as error:
+            load(name)
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", [None, "pytorch_model.bin"])

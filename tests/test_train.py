@@ -200,6 +200,6 @@ def test_a_short_name_is_looked_for_on_the_hub(tmp_path):
 def test_help_groups_every_option():
     """Keeps out an option without help or outside its group."""
     text = run("train.py", "--help").stdout
-    for name in "model data corpus seed out group-size questions-per-step steps max-turns max-response-tokens memory-weight threshold gate lr clip-low clip-high kl-coef temperature device dtype gradient-checkpointing".split():
+    for name in "model data corpus seed out group-size questions-per-step steps max-turns max-response-tokens memory-weight threshold gate lr clip-low clip-high kl-coef temperature device dtype gradient-checkpointing dry-run".split():
         assert re.search(rf"--{name}[ \n]", text), name
     assert [g for g in ("model:", "data:", "rollout:", "MemPO:", "optimizer:") if f"\n{g}\n" not in text] == []
