@@ -269,7 +269,7 @@ def weights_after(budget, rows, context_length=4096, lr=0.1):
     model = tiny_model(vocab_size=40, max_position_embeddings=context_length)
     policy = Policy(model)
     loss = train.supervised_loss(policy, *zip(*rows), budget)
-    train.optimizer_step(policy.parameters(), torch.optim.SGD(policy.parameters(), lr=lr), 1e9, True)
+    train.optimizer_step(policy, torch.optim.SGD(policy.parameters(), lr=lr), 1e9, True)
     return loss, torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
@@ -291,10 +291,10 @@ def test_demonstrations_longer_than_the_window_are_left_out_and_said(tmp_path, c
     short, long = PIECES, [PIECES[0], ("policy", "x" * 300, True)]
     o = Namespace(cold_start_lr=1e-3, cold_start_steps=2, token_budget=8192, max_grad_norm=1.0)
     monkeypatch.setattr(train, "demonstrations", lambda data, o, first: iter(data[first:]))
-    train.cold_start(policy, tokenizer, [[short, long], [short]], o, Run(tmp_path / "a", 9))
+    train.cold_start(policy, policy.parameters(), tokenizer, [[short, long], [short]], o, Run(tmp_path / "a", 9))
     assert "cold start: 1 demonstrations were left out, as they are longer than the model's 200 tokens" in capsys.readouterr().err
     with pytest.raises(ValueError, match="step 0's demonstrations are all longer than the model's 200 tokens"):
-        train.cold_start(policy, tokenizer, [[long]], o, Run(tmp_path / "b", 9))
+        train.cold_start(policy, policy.parameters(), tokenizer, [[long]], o, Run(tmp_path / "b", 9))
 
 
 @pytest.mark.parametrize("source", ["scripted", "chats", "chats alone"])
