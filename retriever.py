@@ -159,6 +159,7 @@ class BM25:
     """
     ARRAYS = ("indptr", "docs", "scores")
     VOCABULARY = "vocabulary.json"
+    LONG = 2 ** 17                                                 # postings of frequent words in a query that are worth to be left out
 
     def __init__(self, texts: Iterable[str], k1: float = 1.5, b: float = 0.75, folder=None, block: int = 2 ** 23):
         if k1 < 0 or not 0 <= b <= 1:
@@ -216,7 +217,7 @@ class BM25:
         """
         df = np.array([len(docs) for docs, _ in rows])
         often = df > self.N / 4
-        if self.N < 64 * k or not often.any():
+        if df[often].sum() <= self.LONG:
             return None
         scores, rest = np.zeros(self.N, np.float32), idf(self.N, df[often]).sum()
         for j in np.flatnonzero(~often):

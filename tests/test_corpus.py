@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import corpus
 from corpus import load_corpus, read_corpus
+from data import load_data
 from retriever import BM25, Retriever
 
 ROWS = [{"id": f"n{i}", "title": f"Title {i // 2}", "text": f"{'amber' if i % 3 else 'cedar'} lake {i} hill"} for i in range(40)]
@@ -242,3 +243,12 @@ def test_cache_where_beside_the_corpus_is_no_room(tmp_path, large, builds):
     corpus.CACHE = path / "below a file"
     with pytest.raises(ValueError, match="neither to .*c.jsonl.index nor to .*below a file"):
         load_corpus(path)
+
+
+def test_the_corpus_file_is_what_is_searched(tmp_path, large):
+    """Keeps out a --corpus that is read but not searched: the questions' own paragraphs are not the corpus then."""
+    question = {"_id": "q", "question": "Q", "answer": "x", "context": [["Own", ["amber."]]]}
+    questions = write(tmp_path / "q.jsonl", [question, question | {"_id": "r"}])
+    found = load_data(str(questions), str(write(tmp_path / "c.jsonl", ROWS)), 0, 1, "test", "{question}").retriever
+    assert answers(found) == answers(Retriever(ROWS)) and found.access("Own") == []
+    assert load_data(str(questions), None, 0, 1, "test", "{question}").retriever.access("Own") == ["amber."]
