@@ -25,7 +25,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCa
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from policy import Policy, SlotCache, check_room, load_policy, run_script
+from policy import Policy, SlotCache, load_policy, run_script
 
 FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 
@@ -67,7 +67,7 @@ def unpack(input_ids, attention_mask=None, document_ids=None):
 class ChunkCache:
     """Keys and values of B rows: every layer's own for the current and the previous chunk, and the last layer's for all older ones.
 
-    A row whose newest token lies in chunk c has old = (c − 1)·C older tokens (0 in the first two chunks). Position p < old lies in
+    (Of the previous chunk it is the blend that is kept.) A row whose newest token lies in chunk c has old = (c − 1)·C older tokens (0 in the first two chunks). Position p < old lies in
     slot p of the store, last layer only; position p ≥ old lies in slot p − old of every layer's `near`. So what a slot holds follows
     from the row's length, never from the order of writing. Behind the store lie 2C slots of scratch, where a layer's near part is
     put so that the attention reads one contiguous tensor. Memory grows with use, up to `max_length` tokens a row.
@@ -153,7 +153,7 @@ class LastKV(Policy):
         modules = [module for family, module in FAMILIES.items() if isinstance(model, family)]
         if not modules:
             raise ValueError(f"LastKV cannot wrap a {type(model).__name__}; pass a Qwen2ForCausalLM or a LlamaForCausalLM")
-        if chunk_size < 1 or int(chunk_size) != chunk_size:
+        if not isinstance(chunk_size, (int, float)) or not 1 <= chunk_size < float("inf") or int(chunk_size) != chunk_size:
             raise ValueError(f"chunk_size is {chunk_size}; give a whole number of tokens, at least 1")
         super().__init__(model)
         attention, config, self.C = model.model.layers[0].self_attn, model.config, int(chunk_size)
@@ -226,13 +226,15 @@ class LastKV(Policy):
         ids, lengths, real, row, position = unpack(input_ids, attention_mask, document_ids)
         embed, alpha, C = self.model.get_input_embeddings(), self.gates(), self.C
         R, T = ids.shape
+        last = (T - 1) // C * C                                # every chunk's mask is a view of this one [C,last+C]: none is [T,T]
+        future = F.pad(torch.full((min(C, T),) * 2, -torch.inf, dtype=self.model.dtype, device=self.device).triu(1), (last, 0))
         blocks, older, own = [], [], []                        # older: K^L, V^L of chunks < c − 1; own: K^l, V^l of chunk c − 1
         for c, start in enumerate(range(0, T, C)):
             x = embed(ids[:(lengths > start).sum(), start:start + C])                 # [n,S,E] sequences that reach this chunk
             (n, S, _), at = x.shape, torch.arange(start, min(start + C, T), device=x.device)
             cut = bool(j) and c % j == 0
             older, before = ([(t.detach() if cut else t)[:, :n] for t in history] for history in (older, own))
-            mask = torch.full((S, start + S), -torch.inf, dtype=x.dtype, device=x.device).triu(start + 1) if c else None
+            mask = future[:S, last - start:last + S] if c else None                   # [S,start+S]
             own = []
 
             def read(l, k, v):
@@ -256,7 +258,8 @@ class LastKV(Policy):
     def _step(self, input_ids, lengths, cache, start):
         """`step` on rows start … start + n − 1, in pieces: each brings every row up to its next chunk boundary at most."""
         n, fed, rows = len(lengths), torch.zeros_like(lengths), slice(start, start + len(lengths))
-        check_room(cache, cache.length[rows] + lengths)
+        if cache.C != self.C:
+            raise ValueError(f"the cache was made for chunks of {cache.C} tokens and this policy has {self.C}; make it with this policy's new_cache")
         input_ids, embed, alpha, last = input_ids.to(self.device), self.model.get_input_embeddings(), self.gates()[:, None], 0
         while bool((fed < lengths).any()):
             past = cache.length[rows]
@@ -520,7 +523,7 @@ def boundaries(model, C: int) -> None:
         cache, at = policy.new_cache(1, sum(pieces)), torch.tensor(pieces).cumsum(0) - 1
         mu = torch.cat([policy.step(piece, [piece.shape[1]], cache) for piece in ids.split(pieces, 1)]).log_softmax(-1)
         p, plain = (f.replay(ids)[0, at].log_softmax(-1) for f in (policy, Policy(model)))
-        print(f"{P:6}{alpha:7}{sum(pieces) // C:9}{3 * C // 2:13}{(mu - p).abs().max().item():15.1e}{(plain - p).abs().max().item():17.1e}")
+        print(f"{P:6}{alpha:7}{(sum(pieces) - 1) // C:9}{3 * C // 2:13}{(mu - p).abs().max().item():15.1e}{(plain - p).abs().max().item():17.1e}")
 
 
 def main() -> None:
@@ -534,6 +537,7 @@ def main() -> None:
         max_position_embeddings=8192, initializer_range=0.05))
     print(f"toy h_t = x_t + ρ·h_(t−1), x = 1, ρ = 0.5: serial {toy(torch.ones(4), 0.5).tolist()}, initialisation and one round "
           f"{toy(torch.ones(4), 0.5, 1).tolist()}, T − 1 rounds {toy(torch.ones(4), 0.5, 3).tolist()}\n")
+    LastKV(model)                                              # refuses here what it cannot wrap
     compare(model, 8 if name else 16, 12 if name else 40, 256 if name else 4096)
     boundaries(model, 8 if name else 16)
 

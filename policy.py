@@ -150,7 +150,11 @@ class Policy:
         path = Path(folder) / f"{self.rule}.safetensors"
         if not path.exists():
             raise ValueError(f"there is no {path}; save the policy there first, or go on without loading it")
-        with safe_open(path, "pt") as file:
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); bring back a copy, or remove it to drop what was learned") from None
+        with file:
             found, saved = {n: file.get_tensor(n) for n in file.keys()}, {k: int(v) for k, v in (file.metadata() or {}).items()}
         for n, t in self.extra().items():
             if saved != self.setting or n not in found or found[n].shape != t.shape:
@@ -170,6 +174,10 @@ class Policy:
         lengths = torch.as_tensor(lengths).cpu()
         if int(lengths.min()) < 1:
             raise ValueError("step needs at least one token for every row; drop finished rows from the end of the batch")
+        if int(lengths.max()) > input_ids.shape[1] or len(lengths) > len(cache.length):
+            raise ValueError(f"step was asked to feed {int(lengths.max())} tokens a row in {len(lengths)} rows, and input_ids is {list(input_ids.shape)} "
+                             f"for a cache of {len(cache.length)} rows; lengths may exceed neither")
+        check_room(cache, cache.length[:len(lengths)] + lengths)   # of all rows, before any is fed
         n = max(1, self.max_tokens_a_pass // int(lengths.max()))
         return torch.cat([self._step(input_ids[i:i + n], lengths[i:i + n], cache, i) for i in range(0, len(lengths), n)])
 
@@ -412,7 +420,7 @@ def run_script(name: str, main, *arguments) -> None:
     transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
     try:
         main(*arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

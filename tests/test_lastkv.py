@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from agent_loop import rollout
 from world import world_questions, world_tokenizer
 from lastkv import ChunkCache, Feedback, LastKV, sample, toy
+from helpers import tiny_model
 from policy import Policy
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -452,3 +453,32 @@ def test_rollout_and_replay_agree(make):
         gaps.append((logp - torch.tensor(t.rollout_logprobs)).abs().max().item())
     assert max(gaps) > 1e-3 if isinstance(policy, Feedback) else max(gaps) <= 1e-4
     assert not isinstance(policy, LastKV) or isinstance(policy.new_cache(1, 1), ChunkCache)
+
+
+def test_masks_saved_for_the_backward_pass_never_add_up_to_t_by_t():
+    """Keeps out a mask a chunk, all of them kept by autograd: half of [T,T]. They are views of one [C,T]."""
+    policy, T = LastKV(tiny_model(), 8), 256
+    sizes = {}
+
+    def pack(t):
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        policy.hidden(torch.arange(T)[None] % 40)
+    assert 8 * T in sizes.values() and max(sizes.values()) < T * T // 4      # the mask, [8,248+8]
+
+
+def test_a_step_that_cannot_be_made_changes_nothing():
+    """Keeps out a batch of which some rows were fed, a last token fed twice, and a cache of other chunks."""
+    for policy in (Policy(tiny_model()), LastKV(tiny_model(), 4)):
+        policy.max_tokens_a_pass = 2
+        cache = policy.new_cache(2, 10)
+        policy.step(torch.zeros(2, 9, dtype=torch.long), [9, 9], cache)
+        with pytest.raises(ValueError, match="holds 10 tokens a row and 11 were fed"):
+            policy.step(torch.zeros(2, 2, dtype=torch.long), [1, 2], cache)
+        with pytest.raises(ValueError, match="asked to feed 5 tokens a row in 2 rows"):
+            policy.step(torch.zeros(2, 3, dtype=torch.long), [5, 3], cache)
+        assert cache.length.tolist() == [9, 9]
+    with pytest.raises(ValueError, match="made for chunks of 4 tokens and this policy has 3"):
+        LastKV(policy.model, 3).step(torch.zeros(2, 1, dtype=torch.long), [1, 1], cache)
