@@ -15,6 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:                                            # Windows
+    fcntl = None
+
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,11 +65,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest(folder: Path) -> Path | None:
     """The newest checkpoint that is still what was written; None if there is none at all."""
     found = checkpoints(folder)
-    for path in reversed(found):
+    for n, path in enumerate(reversed(found)):
         if digest(path) == NAME.fullmatch(path.name)[2]:
+            for damaged in found[len(found) - n:]:             # set aside only now: where none is whole, nothing changes
+                damaged.replace(damaged.with_name(damaged.name + ".damaged"))
             return path
         print(f"{path} is damaged (its content is not what was saved); going back to the one before it", file=sys.stderr)
-        path.replace(path.with_name(path.name + ".damaged"))
     if found:
         raise ValueError(f"every checkpoint in {folder} is damaged; remove the run's folder to start it again, or bring back a copy")
     return None
@@ -139,13 +145,28 @@ def restore(path: Path, parameters: list, optimizer, generator=None) -> None:
 
 # ---- a run ----
 
+def lock(out: Path):
+    """An open file that keeps a second process out of the run's folder for as long as this one lives (where the system has such locks)."""
+    file = open(out / "lock", "w")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is at work in {out}; wait for it, or give another --out") from None
+    return file
+
+
 class Run:
     """Where a run stands, and its stops. A training loop asks `begin` where to start and tells `done` after every step."""
 
-    def __init__(self, out: Path, every: int):
-        self.out, self.folder, self.every = out, out / "checkpoints", every
+    def __init__(self, out: Path, every: int, settings: dict | None = None):
+        self.out, self.folder, self.every, self.lock = out, out / "checkpoints", every, lock(out)
         self.path = newest(self.folder)
-        self.state = read(self.path) if self.path else {"stage": "start", "step": 0, "seconds": 0.0, "result": {}, "sizes": {}, "skipped": 0}
+        fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        self.state = read(self.path) if self.path else {"stage": "start", "step": 0, "seconds": 0.0, "result": {}, "sizes": {}, "skipped": 0,
+                                                        "fingerprint": fingerprint}
+        if self.state["fingerprint"] != fingerprint:
+            raise ValueError(f"{self.path} belongs to a run with other settings than {out / 'config.json'}; bring back the run's own, or start anew elsewhere")
         self.started, self.signal, self.inside = time.time() - self.state["seconds"], None, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.interrupt)

@@ -154,7 +154,10 @@ def chat_demonstrations(path, seed: int, steps: int) -> Iterator[list]:
 
     Raises ValueError with file and line for a chat that the loop could not have had.
     """
-    chats = endless([chat_pieces(row.get("messages"), where) for where, row in read_rows(path, "chat")], seed)
+    pieces = [chat_pieces(row.get("messages"), where) for where, row in read_rows(path, "chat")]
+    if not pieces:
+        raise ValueError(f"{path} holds no chat")
+    chats = endless(pieces, seed)
     return ([next(chats) for _ in range(ROWS)] for _ in range(steps))
 
 

@@ -19,7 +19,7 @@ GATES = ("own", "full", "none")
 
 def build_answer(tokenizer, gold: str) -> tuple[list[int], list[int]]:
     """A1: the scored text in three pieces -> (answer_ids [A], ans_mask [A]); the mask is 1 exactly on the gold answer's tokens."""
-    pieces = ("\n<think>\n...\n</think>\n<answer>\n", gold, "\n</answer>")
+    pieces = ("\n<think>\n...\n</think>\n<answer>\n", gold.encode("utf-8", "replace").decode(), "\n</answer>")   # lone surrogates would raise
     ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
     return sum(ids, []), [0] * len(ids[0]) + [1] * len(ids[1]) + [0] * len(ids[2])
 

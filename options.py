@@ -116,7 +116,8 @@ BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None
               token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),
               eval_turns=(1, None), eval_batch_size=(1, None), cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None),
               replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1), clip_low=(0, 1), clip_high=(0, None), lr=(0, None),
-              cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None), memory_weight=(0, None), format_score=(0, 1))
+              cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None), memory_weight=(0, None), format_score=(0, 1),
+              seed=(0, 2 ** 63 - 1))
 
 
 def parse_options(argv: list[str]) -> Namespace:

@@ -406,7 +406,9 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
         if not options:
             options["use_safetensors"] = True
-        model = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, output_loading_info=True, **options)
+        if report["missing_keys"]:
+            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]} and {len(report['missing_keys']) - 1} more, which would be random")
     if options.get("gguf_file"):                               # saved again it is an ordinary float model
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None

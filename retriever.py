@@ -334,7 +334,7 @@ class Retriever:
         results = []
         for rank, (i, _) in enumerate(self.index.search(query, k), 1):
             title, text = title_and_text(self.documents[i], i)
-            results.append(f"[{rank}] {title}: {text[:self.max_doc_chars]}")
+            results.append(f"[{rank}] {title[:self.max_doc_chars]}: {text[:self.max_doc_chars]}")
         return "\n".join(results) or f'No results for "{query.strip()}".'
 
     @cached_property

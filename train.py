@@ -28,7 +28,7 @@ from forecast import forecast
 from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
                    micro_batches, ppo_loss)
 from lastkv import under_rule
-from options import DEFAULTS, parse_options
+from options import DEFAULTS, HARMLESS, parse_options
 from policy import Chat, load_config, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
 from reward import compute_score
 from world import world_config, world_demonstrations, world_policy, world_tokenizer
@@ -107,25 +107,26 @@ def optimizer_step(policy, optimizer, max_norm: float, finite) -> float | None:
 
 # ---- one RL step, in the paper's order ----
 
-def score(t, format_score: float) -> float:
-    """compute_score; NaN, and a warning, where it fails: that costs the trajectory, not its group."""
+def score(t, format_score: float) -> float | None:
+    """compute_score; None, and a warning, where it fails: that costs the trajectory, not its group."""
     try:
         return float(compute_score(t.turns, t.question["answers"], format_score))
     except Exception as error:                                 # whatever a scorer, or an odd question, may raise
         tqdm.write(f"the scorer failed on a trajectory of question {t.question.get('id', t.question['question'])!r}: {error!r}", file=sys.stderr)
-        return math.nan
+        return None
 
 
 def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     """Scores, memory rewards and final advantages [N,T] of a batch of trajectories, and what is logged of them.
 
-    A trajectory whose score or reward is not finite has no part in its group, and advantage 0.
+    A trajectory whose scorer failed has no part in its group, and advantage 0. "broken" lists those whose score or reward is not finite.
     """
     scores = [score(t, o.format_score) for t in trajectories]
     P = memory_rewards(policy, tokenizer, [t.full_traj for t in trajectories], [t.mem_traj for t in trajectories],
                        [gold_text(t.question) for t in trajectories], o.threshold, o.gate, o.token_budget)
     rewards = [[P_mem - P_full for P_mem, P_full in turns] for turns in P]
-    good = [i for i, r in enumerate(rewards) if all(map(math.isfinite, [scores[i], *r]))]
+    broken = [i for i, r in enumerate(rewards) if not all(map(math.isfinite, [scores[i] or 0.0, *r]))]
+    good = [i for i, s in enumerate(scores) if s is not None and i not in broken]
     mask = pad_right([t.response_mask for t in trajectories], torch.float32)                                # [N,T]
     group_ids, advantages = [trajectories[i].group_id for i in good], torch.zeros_like(mask)
     outcome = compute_grpo_outcome_advantage([scores[i] for i in good], group_ids, mask[good])
@@ -138,7 +139,7 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     return advantages, rewards, scores, {
         "score": mean(scores[i] for i in good), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
         "memory_reward": mean([m - f for m, f in flat]), "P_mem": mean([m for m, _ in flat]), "P_full": mean([f for _, f in flat]),
-        "memory_turns": len(flat), "failed": len(trajectories) - len(good),
+        "memory_turns": len(flat), "failed": scores.count(None), "broken": broken,
         "flat_groups": mean([len({scores[i] for i, g in zip(good, group_ids) if g == group}) == 1 for group in groups]),
         "flat_memory_groups": mean([len({r for i, g in zip(good, group_ids) if g == group for r in rewards[i]}) < 2 for group in groups]),
         "stop_reasons": dict(Counter(t.stop_reason for t in trajectories))}
@@ -215,7 +216,9 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
         clock.append(time.perf_counter())
         advantages, rewards, scores, logged = rewards_and_advantages(policy, tokenizer, trajectories, o)
         clock.append(time.perf_counter())
-        updates = [update(policy, reference, optimizer, trajectories, advantages, o) for _ in range(o.epochs)]
+        broken = logged.pop("broken")                          # a step on rewards that are not finite is not made
+        updates = [{"skipped": broken, "max_ratio_dev": 0.0}] if broken else [
+            update(policy, reference, optimizer, trajectories, advantages, o) for _ in range(o.epochs)]
         optimizer.zero_grad()                                  # room for the next rollout's cache
         clock.append(time.perf_counter())
         logged |= updates[0] | {"skipped": sum(bool(u["skipped"]) for u in updates), "ratio_by_epoch": [u["max_ratio_dev"] for u in updates]}
@@ -223,14 +226,14 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
         record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
         metrics.write(json.dumps(record) + "\n")
         for i, (t, r, s) in list(enumerate(zip(trajectories, rewards, scores)))[:2]:
-            samples.write(sample_record(step, i, t, score=s, memory_rewards=r, stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
+            samples.write(sample_record(step, i, t, score=s, memory_rewards=[x if math.isfinite(x) else None for x in r], stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
         for i in sorted({i for u in updates for i in u["skipped"]}):
             skipped.write(sample_record(step, i, trajectories[i], prompt_ids=trajectories[i].prompt_ids, response_ids=trajectories[i].response_ids))
         for file in files:
             file.flush()
         bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
                         ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
-        run.count_skipped(logged["skipped"] == o.epochs, MOST_SKIPPED)
+        run.count_skipped(logged["skipped"] == len(updates), MOST_SKIPPED)
         run.done(step, masters, optimizer, generator, files)
     return trajectories
 
@@ -241,7 +244,7 @@ def main(argv: list[str]) -> None:
     if o.dry_run:
         return forecast(load_config(o.model) if o.model else world_config(), o)
     out = Path(o.out)
-    if (out / "config.json").exists() and not o.resume:
+    if ((out / "config.json").exists() or (out / "checkpoints").exists()) and not o.resume:
         raise ValueError(f"the run folder {out} exists already; --resume goes on with it, or give another --out")
     usable_device(o.device)                                    # before anything is written
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
@@ -264,7 +267,7 @@ def main(argv: list[str]) -> None:
     if (out / "config.json").exists() and json.loads((out / "config.json").read_text()).get("data_digest") != settings["data_digest"]:
         raise ValueError(f"{o.data} is not what {out} was begun with; bring it back, or start a run of its own")
     write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
-    run = Run(out, o.save_every)
+    run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "
           f"on {policy.device}, seed {o.seed}" + (f"; going on after step {run.state['step']} of {run.state['stage']}" if run.path else
                                                   "; no checkpoint yet, from the start" if o.resume else ""))

@@ -89,8 +89,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, capsys, dama
     assert checkpoints(tmp_path) == [first, third]             # the damaged one counts for nothing
     for path in (first, third):
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
-        newest(tmp_path)
+    for _ in range(2):                                         # the second time, too
+        with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
+            newest(tmp_path)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
@@ -298,20 +299,45 @@ def test_skipped_steps_in_a_row_stop_the_run(tmp_path):
         run.count_skipped(True, 3)
 
 
-def test_a_scorer_that_fails_costs_its_trajectory_only(monkeypatch, capsys):
-    """Keeps out one odd trajectory that takes its group with it, by an exception or by a NaN mean."""
+def scored(monkeypatch, turns, rewards=None):
+    """rewards_and_advantages of one group whose scorer says what a trajectory's only turn names."""
     def scorer(turns, golds, format_score):
         return {"a": 1.0, "b": 0.0, "c": 0.5, "nan": math.nan}[turns[0]] if turns[0] != "raise" else [][0]
     monkeypatch.setattr(train, "compute_score", scorer)
-    monkeypatch.setattr(train, "memory_rewards", lambda policy, tokenizer, full, mem, golds, *a: [[] for _ in golds])
-    o = Namespace(format_score=0.1, threshold=0.5, gate="full", token_budget=64, memory_weight=1.0)
-    rows = [trajectory(0, [3, 4]) for _ in range(5)]
-    for t, turn in zip(rows, ("a", "raise", "b", "nan", "c")):
+    monkeypatch.setattr(train, "memory_rewards", lambda policy, tokenizer, full, mem, golds, *a: rewards or [[] for _ in golds])
+    rows = [trajectory(0, [3, 4]) for _ in turns]
+    for t, turn in zip(rows, turns):
         t.turns = [turn]
-    advantages, _, scores, logged = train.rewards_and_advantages(None, None, rows, o)
+        t.mem_spans = [(0, 1)] * bool(rewards)
+    return train.rewards_and_advantages(None, None, rows, Namespace(format_score=0.1, threshold=0.5, gate="full", token_budget=64, memory_weight=1.0))
+
+
+def test_a_scorer_that_fails_costs_its_trajectory_only(monkeypatch, capsys):
+    """Keeps out one odd trajectory that takes its group with it."""
+    advantages, _, scores, logged = scored(monkeypatch, ["a", "raise", "b", "c"])
     expected = compute_grpo_outcome_advantage([1.0, 0.0, 0.5], [0, 0, 0], torch.ones(3, 2))
-    assert torch.equal(advantages[[0, 2, 4]], expected) and not advantages[[1, 3]].any() and logged["failed"] == 2 and logged["score"] == 0.5
+    assert torch.equal(advantages[[0, 2, 3]], expected) and not advantages[1].any() and (logged["failed"], logged["broken"], logged["score"]) == (1, [], 0.5)
     assert "the scorer failed on a trajectory of question 'Q': IndexError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("turns, rewards, broken", [(["a", "nan", "b"], None, [1]), (["a", "b"], [[(math.nan, 0.5)], [(0.5, 0.5)]], [0])])
+def test_a_reward_that_is_not_finite_is_named(monkeypatch, turns, rewards, broken):
+    """Keeps out a step on NaN rewards: the trajectories are listed, and train skips the step as one whose loss is not finite."""
+    advantages, _, _, logged = scored(monkeypatch, turns, rewards)
+    assert logged["broken"] == broken and advantages.isfinite().all() and math.isfinite(logged["score"])
+
+
+def test_a_checkpoint_knows_its_run_and_a_folder_has_one_process(tmp_path):
+    """Keeps out a run that goes on from another's weights, and two processes that write into one folder."""
+    first = checkpoint.Run(tmp_path, 1, {"lr": 1})
+    with pytest.raises(ValueError, match="another process is at work"):
+        checkpoint.Run(tmp_path, 1, {"lr": 1})
+    _, parameters, optimizer, generator = made()
+    first.begin("RL", 1, parameters, optimizer, generator)
+    first.lock.close()
+    checkpoint.Run(tmp_path, 1, {"lr": 1}).lock.close()
+    with pytest.raises(ValueError, match="belongs to a run with other settings"):
+        checkpoint.Run(tmp_path, 1, {"lr": 2})
 
 
 @pytest.mark.parametrize("rule", ["full", "lastkv"])

@@ -44,7 +44,7 @@ class Loop:
 
 def play(ids, question="Q", text="R", window=None, **options):
     """One episode over one document of that title and text."""
-    retriever = Retriever([{"id": "k9", "title": f"k9 {text[:99]}", "text": f"k9 {text}"}])
+    retriever = Retriever([{"id": "k9", "title": f"k9 {text}", "text": f"k9 {text}"}])
     options = {"group_size": 1, "instructions": "{question}", "max_response_tokens": None, "top_k": 1} | options
     [t] = rollout(Loop(ids, window), TOKENIZER, [{"question": question, "answers": ["z"]}], retriever, **options)
     assert len(t.response_ids) == len(t.response_mask) == len(t.rollout_logprobs)
