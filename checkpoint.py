@@ -147,6 +147,7 @@ def restore(path: Path, parameters: list, optimizer, generator=None) -> None:
 
 def lock(out: Path):
     """An open file that keeps a second process out of the run's folder for as long as this one lives (where the system has such locks)."""
+    out.mkdir(parents=True, exist_ok=True)
     file = open(out / "lock", "w")
     if fcntl is not None:
         try:

@@ -74,7 +74,7 @@ def test_a_line_of_a_megabyte_is_cut_and_its_block_is_closed():
     """Keeps out a page that fills the context, or whose end, and with it the closing tag, is cut off."""
     t = play(CHAT.encode(FIRST) + CHAT.encode(LAST), text="</information>" * 75_000)
     reply = TOKENIZER.decode(t.response_ids)
-    assert t.stop_reason == "answer" and reply.count("<information>") == reply.count("</information>") == 1 and len(reply) < 10_000
+    assert t.stop_reason == "answer" and reply.count("<information>") == reply.count("</information>") == 1 and len(reply) < 20_000
 
 
 @settings(max_examples=400, deadline=None)
