@@ -28,7 +28,7 @@ PLAIN_CHAT_TEMPLATE = (  # for models that bring none
 DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"  # renamed there
 HUB_OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB"}
 SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
-LOGIT_SLICE = 2 ** 26  # logits held at once by `logprobs`, in elements: 256 MB in float32
+LOGIT_BLOCK = 2 ** 22  # logits held at once by `logprobs`, in elements: 16 MB in float32, which a CPU caches; 16 times that on a GPU
 
 
 def pad_right(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
@@ -111,6 +111,45 @@ class SlotCache(Cache):
         return 0
 
 
+class TokenLogProb(torch.autograd.Function):
+    """log softmax(h·Wᵀ / temperature)[y]: h [n,E], W [V,E], y [n] -> [n], block by block of the vocabulary, both ways.
+
+    [n,V] logits never exist whole. ∂/∂logits = g·(onehot(y) − p), with p from the block's logits computed again.
+    """
+
+    @staticmethod
+    def blocks(h, W, temperature):
+        """(first column v, rows of W [k,E], logits [n,k] in float32) of each block."""
+        size = max(1, LOGIT_BLOCK * (16 if h.is_cuda else 1) // max(len(h), 1))
+        for v in range(0, len(W), size):
+            yield v, W[v:v + size], (h @ W[v:v + size].T).float().div_(temperature)
+
+    @staticmethod
+    def forward(ctx, h, W, y, temperature):
+        top, total, own = h.new_full((3, len(h)), -torch.inf, dtype=torch.float32).unbind()         # running maximum, Σ exp(logit − top), logit of y
+        total = total.exp()
+        for v, _, logits in TokenLogProb.blocks(h, W, temperature):
+            new = torch.maximum(top, logits.amax(-1))
+            column = (y - v).clamp(0, logits.shape[1] - 1)
+            own = torch.where(column == y - v, logits.gather(-1, column[:, None])[:, 0], own)
+            total = total * (top - new).exp() + logits.sub_(new[:, None]).exp_().sum(-1)
+            top = new
+        ctx.save_for_backward(h, W, y, top + total.log())
+        ctx.temperature = temperature
+        return own - top - total.log()                         # in this order a sure token rounds to 0, not to the size of its logit
+
+    @staticmethod
+    def backward(ctx, g):
+        h, W, y, logsum = ctx.saved_tensors
+        g, dh, dW = (g / ctx.temperature)[:, None], h.new_zeros(h.shape, dtype=torch.float32), torch.empty_like(W)
+        for v, rows, logits in TokenLogProb.blocks(h, W, ctx.temperature):
+            gp = logits.sub_(logsum[:, None]).exp_().mul_(-g).to(h.dtype)                             # [n,k] −g·p
+            dh += gp @ rows
+            torch.mm(gp.T, h, out=dW[v:v + len(rows)])
+        g = g.to(h.dtype)
+        return dh.to(h.dtype) + g * W[y], dW.index_add_(0, y, g * h), None, None
+
+
 class Policy:
     """A transformers causal LM with the three calls that the sampler and the trainer need. Dropout is off in all of them."""
 
@@ -189,15 +228,17 @@ class Policy:
         """Feed rows start … start + n − 1 their first lengths [n] of the input_ids [n,S] or inputs_embeds [n,S,E] -> hidden [n,S,E]."""
         S, device = int(lengths.max()), self.device
         cache.open(start, lengths, device)
-        position = (cache.length[start:start + cache.n, None] + torch.arange(S)).to(device)         # [n,S]
-        visible = torch.arange(cache.K, device=device) <= position[:, None, :, None]                # [n,1,S,K] slot j: j <= position
-        hidden = self.model.base_model(**inputs, attention_mask=additive(visible, self.model.dtype), position_ids=position, use_cache=True,
+        past = cache.length[start:start + cache.n, None]                                            # [n,1]
+        position, mask = (past + torch.arange(S)).to(device), None                                  # [n,S]; empty rows: plainly causal, no mask
+        if bool(past.any()):
+            mask = additive(torch.arange(cache.K, device=device) <= position[:, None, :, None], self.model.dtype)  # [n,1,S,K] slot j: j <= position
+        hidden = self.model.base_model(**inputs, attention_mask=mask, position_ids=position, use_cache=True,
                                        **{self.cache_argument: cache}).last_hidden_state
         cache.length[start:start + cache.n] += lengths
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[...,E] last hidden states -> [...,V] logits."""
+        """[...,E] last hidden states -> [...,V] logits. `logprobs` reads the same layer block by block."""
         return self.model.get_output_embeddings()(hidden)
 
     def hidden(self, input_ids, attention_mask=None) -> torch.Tensor:
@@ -235,7 +276,7 @@ class Policy:
     def logprobs(self, input_ids, select, temperature: float = 1.0, attention_mask=None) -> torch.Tensor:
         """log p(input_ids[b,t] | input_ids[b,<t]) at the sampling temperature where select[b,t], 0 elsewhere: [B,T].
 
-        Only the selected positions pass the output layer, slice by slice, so [tokens × V] logits never exist whole.
+        Only the selected positions pass the output layer, and [tokens × V] logits never exist whole.
         Position 0 has no prediction and cannot be selected.
         """
         return self.selected(self.hidden(input_ids, attention_mask), input_ids, select.bool(), temperature)
@@ -261,15 +302,12 @@ class Policy:
     def selected(self, hidden, input_ids, select, temperature) -> torch.Tensor:
         """`logprobs` from the hidden states [B,T,E] of the same tokens."""
         chosen, target = hidden[:, :-1][select[:, 1:]], input_ids[:, 1:][select[:, 1:]]             # [n,E], [n]
-
-        def gather(h, y):
-            return torch.log_softmax(self.head(h).float() / temperature, -1).gather(-1, y[:, None])[:, 0]
-
-        size = max(1, LOGIT_SLICE // self.model.get_output_embeddings().weight.shape[0])
-        pieces = [checkpoint(gather, h, y, use_reentrant=False) if len(target) > size else gather(h, y)
-                  for h, y in zip(chosen.split(size), target.split(size))]
-        out = hidden.new_zeros(input_ids.shape, dtype=torch.float32)
-        return out.masked_scatter(select, torch.cat(pieces)) if len(target) else out
+        head = self.model.get_output_embeddings()
+        W = head.weight                                                                             # [V,E]
+        if head.bias is not None:                              # one more column, read by a 1
+            chosen, W = F.pad(chosen, (0, 1), value=1.0), torch.cat([W, head.bias[:, None]], 1)
+        logp = TokenLogProb.apply(chosen, W, target, temperature)
+        return hidden.new_zeros(input_ids.shape, dtype=torch.float32).masked_scatter(select, logp)
 
 
 def master_weights(policy) -> list[torch.nn.Parameter]:

@@ -17,6 +17,13 @@ def tiny_model(vocab_size: int = 40, seed: int = 0, **config) -> Qwen2ForCausalL
                                         num_attention_heads=4, num_key_value_heads=2, **config)).eval()
 
 
+def with_bias(model, bias: torch.Tensor):
+    """The model with a bias [V] in its output layer."""
+    weight, model.lm_head = model.lm_head.weight, torch.nn.Linear(*reversed(model.lm_head.weight.shape))
+    model.lm_head.weight, model.lm_head.bias.data = weight, bias
+    return model
+
+
 def greedy_tokenizer(*tokens: str, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Every ASCII character and the given tokens, encoded by greedy longest match; "un" + "til" decodes to what is encoded as "until"."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(["<unk>", *string.printable, *tokens]))}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agent_loop import NOTICE, AgentMemory, information, neutralise, parse_action, rollout, sample, window
 from world import world_questions, world_tokenizer
-from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model
+from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model, with_bias
 from policy import SYSTEM, Chat, Policy
 from retriever import Retriever
 from reward import compute_score
@@ -392,12 +392,9 @@ class Talkative(Policy):
     """A random model that likes tags, in the sampler and in the replay alike; it records every step's lengths."""
 
     def __init__(self, model):
-        super().__init__(model)
-        self.bias, self.calls = torch.zeros(len(WORLD)), []
-        self.bias[WORLD.convert_tokens_to_ids(["</mem>", "<search>", "</search>", "<answer>", "</answer>", "<think>", "</think>"])] = 4.0
-
-    def head(self, hidden):
-        return super().head(hidden) + self.bias
+        bias, self.calls = torch.zeros(len(WORLD)), []
+        bias[WORLD.convert_tokens_to_ids(["</mem>", "<search>", "</search>", "<answer>", "</answer>", "<think>", "</think>"])] = 4.0
+        super().__init__(with_bias(model, bias))
 
     def step(self, input_ids, lengths, cache):
         self.calls.append([int(n) for n in lengths])
@@ -451,7 +448,7 @@ def test_the_replay_agrees_with_the_rollout(temperature):
         row, mask = torch.tensor([t.prompt_ids + t.response_ids]), torch.tensor([[0] * len(t.prompt_ids) + t.response_mask])
         with torch.no_grad():
             logp = policy.logprobs(row, mask, temperature)[0, len(t.prompt_ids):]
-            alone = torch.log_softmax((policy.model(row).logits[0] + policy.bias) / temperature, -1)[len(t.prompt_ids) - 1:-1]
+            alone = torch.log_softmax(policy.model(row).logits[0] / temperature, -1)[len(t.prompt_ids) - 1:-1]
         rollout_logp, mask = torch.tensor(t.rollout_logprobs), torch.tensor(t.response_mask).bool()
         plain = alone.gather(-1, torch.tensor(t.response_ids)[:, None])[:, 0]
         worst = max(worst, float((rollout_logp - logp).abs().max()), float((rollout_logp - plain)[mask].abs().max()))

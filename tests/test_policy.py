@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, OPTConfi
 import policy as policy_file
 from agent_loop import rollout, sample
 from world import world_policy, world_tokenizer
-from helpers import TEMPLATE, greedy_tokenizer, tiny_model
+from helpers import TEMPLATE, greedy_tokenizer, tiny_model, with_bias
 from lastkv import Feedback, LastKV
 from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_config, load_policy, master_weights, resolve_name, round_masters
 
@@ -184,28 +184,34 @@ def test_logprobs_are_of_the_next_token_at_the_temperature(temperature):
         close(got[t].detach(), expected[t - 1, ROWS[0][t]] if select[0, t] else torch.tensor(0.0))
 
 
-def test_slices_of_the_output_layer_change_nothing(monkeypatch):
-    """Keeps out a slice that is lost or out of order, and a gradient that stops at a recomputed slice."""
+@pytest.mark.parametrize("make", [lambda: tiny_model(V), lambda: tiny_model(V, tie_word_embeddings=True), lambda: with_bias(tiny_model(V), torch.arange(V) / V)])
+@pytest.mark.parametrize("block", [1, 100, 1200, 2 ** 22])
+def test_blocks_of_the_vocabulary_change_nothing(monkeypatch, make, block):
+    """Keeps out a block that is lost or counted twice, a target looked up in the wrong one, and a gradient other than of log softmax."""
+    monkeypatch.setattr(policy_file, "LOGIT_BLOCK", block)
     ids, select = pad(ROWS), torch.rand(4, 9, generator=torch.Generator().manual_seed(0)) < 0.7
     select[:, 0] = False
-    results = []
-    for size in (2 ** 26, V, 3 * V):
-        monkeypatch.setattr(policy_file, "LOGIT_SLICE", size)
-        model = tiny_model(V)
-        logp = Policy(model).logprobs(ids, select, 0.7)
-        (logp * torch.arange(36).view(4, 9)).sum().backward()
-        results.append([logp.detach()] + [p.grad for p in model.parameters()])
-    for other in results[1:]:
-        for a, b in zip(results[0], other):
-            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    weight, results = torch.arange(36).view(4, 9) / 36, []
+    for way in ("logprobs", "softmax"):
+        torch.manual_seed(1)
+        policy = Policy(make())
+        if way == "logprobs":
+            logp = policy.logprobs(ids, select, 0.7)
+        else:
+            logp = torch.log_softmax(policy.replay(ids) / 0.7, -1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+            logp = torch.where(select, torch.cat([torch.zeros(4, 1), logp], 1), 0)
+        (logp * weight).sum().backward()
+        results.append([logp.detach()] + [p.grad for p in policy.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-class TwoTokens(Policy):
-    """Gives both tokens of a vocabulary of two the logits that a test wants."""
-    logits = (2.0, 0.0)
-
-    def head(self, hidden):
-        return hidden.new_tensor(self.logits).expand(*hidden.shape[:-1], 2)
+def test_a_sure_token_loses_nothing():
+    """Keeps out log p above 0, or off by the rounding of a large logit, where the model is sure."""
+    model = with_bias(tiny_model(3), torch.tensor([91.25, 83.0, -40.0]))
+    model.lm_head.weight.data.zero_()
+    logp = Policy(model).logprobs(torch.tensor([[1, 0, 1, 2]]), torch.tensor([[0, 1, 1, 1]])).detach()
+    torch.testing.assert_close(logp, torch.tensor([[0, -2.612240e-4, -8.250261, -131.250261]]), atol=2e-7, rtol=1e-7)
 
 
 def test_the_temperature_is_in_the_sampler_and_in_the_replay():
@@ -214,7 +220,9 @@ def test_the_temperature_is_in_the_sampler_and_in_the_replay():
     token, logp = sample(torch.tensor([[2.0, 0.0]] * 400), 0.5, torch.Generator().manual_seed(0))
     assert set(token.tolist()) == {0, 1} and 0 < int(token.sum()) < 25
     close(logp, expected[token])
-    replayed = TwoTokens(tiny_model(2)).logprobs(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 1]]), 0.5)
+    model = with_bias(tiny_model(2), torch.tensor([2.0, 0.0]))
+    model.lm_head.weight.data.zero_()
+    replayed = Policy(model).logprobs(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 1]]), 0.5)
     close(replayed[0, 1:], expected)
 
 
