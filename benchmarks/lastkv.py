@@ -8,7 +8,6 @@ Letters: T positions, C chunk size, N cached tokens, n rows, L layers, E width.
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lastkv import LastKV, cache_bytes  # noqa: E402
 from policy import Policy  # noqa: E402
+from timing import alternate, resident  # noqa: E402
 
 T, N, C, L, E = 4096, 8192, 512, 6, 256
 
@@ -27,18 +27,6 @@ def policies() -> tuple[Policy, LastKV]:
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=512, hidden_size=E, intermediate_size=3 * E, num_hidden_layers=L, num_attention_heads=4,
                                          num_key_value_heads=2, max_position_embeddings=N))
     return Policy(model), LastKV(model, C)
-
-
-def alternate(calls, rounds: int) -> list[list[float]]:
-    """Call every function in turn, `rounds` times after one unmeasured round -> seconds of each."""
-    seconds = [[] for _ in calls]
-    for i in range(rounds + 1):
-        for spent, call in zip(seconds, calls):
-            start = time.perf_counter()
-            call()
-            if i:
-                spent.append(time.perf_counter() - start)
-    return seconds
 
 
 def replay_seconds(rounds: int) -> tuple[list[float], list[float]]:
@@ -55,11 +43,6 @@ def replay_seconds(rounds: int) -> tuple[list[float], list[float]]:
 
     seconds = alternate([lambda: forward(0), lambda: forward(1), lambda: backward(0), lambda: backward(1)], rounds)
     return [median(s) for s in seconds[:2]], [median(s) for s in seconds[2:]]
-
-
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the peak since it was reset) of this process, in bytes; Linux."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
 
 
 @torch.no_grad()
