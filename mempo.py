@@ -59,14 +59,14 @@ def score_answers(policy, contexts: list[list[int]], answers: list[tuple[list[in
 def branches(contexts: list[list[int]], answer: list[int], mask: list[int]) -> tuple[list[int], ...]:
     """K contexts, each followed by the answer, as a trunk [T] and branches side by side: ids, start, position, select [Q]; and where each ends [K].
 
-    The longest context is the trunk. Each leaves it behind the last token that both have, and its branch begins with a copy of that token,
-    so that every prediction is made inside a branch.
+    The longest context is the trunk. A branch begins at the first token that the trunk does not share, and at the context's last one at the
+    latest, so that every prediction of the answer is made inside it.
     """
     trunk = max(contexts, key=len)
     ids, start, position, select, ends = [], [], [], [], []
     for context in contexts:
         shared = next((t for t, (x, y) in enumerate(zip(context, trunk)) if x != y), len(context))
-        s, end = max(shared - 1, 0), len(context) + len(answer)
+        s, end = max(min(shared, len(context) - 1), 0), len(context) + len(answer)
         ids += context[s:] + answer
         start += [s] * (end - s)
         position += range(s, end)

@@ -272,7 +272,7 @@ def growth_rows(model, tokenizer, all_turns):
         return fed[0]
 
     for turns in all_turns:
-        work, ours, peer = Work(tokenizer, 8, 4, turns, 60, 8, 32), {}, {}
+        work, ours, peer = Work(tokenizer, 8, 4, turns, 60, 8, 24), {}, {}
         work.ours(model, ours), work.peer(model, peer)
         (families, answers), policy = scored(work, model), Policy(model)
         of_each = [answer for family, answer in zip(families, answers) for _ in family]
@@ -340,7 +340,7 @@ def parts(o):
         tiny, tokenizer = load_policy(world_policy(folder, 0), device=o.device)
     real = None if o.only and "smollm2" not in o.only else smollm2(o.device)
     model, chat = tiny.model, Chat(tokenizer)
-    yield "rollout", rollout_row("embedded model", model, Work(tokenizer, 16 if q else 64, 8, 3 if q else 6, 60, 8, 32), 3, rounds)
+    yield "rollout", rollout_row("embedded model", model, Work(tokenizer, 16 if q else 64, 8, 3 if q else 6, 60, 8, 24), 3, rounds)
     if real:
         work = Work(real[1], 2 if q else 8, 2, 2 if q else 4, 60 if q else 300, 32, 32 if q else 96)
         yield "rollout smollm2", rollout_row("SmolLM2-135M", real[0].model, work, 2, rounds, 0)
@@ -349,7 +349,7 @@ def parts(o):
     if real:
         yield "loop smollm2", loop_row("SmolLM2-135M", real[0].model, Chat(real[1]), 2 if q else 8, 100 if q else 600, 6 if q else 24, rounds)
     yield "prompt", group_row(model, Work(tokenizer, 16, 16, 1, 60, 8, 32, question=500), rounds)
-    yield "scoring", scoring_row("embedded model", model, Work(tokenizer, 8 if q else 32, 8, 8, 60, 8, 32), rounds)
+    yield "scoring", scoring_row("embedded model", model, Work(tokenizer, 8 if q else 32, 8, 8, 60, 8, 24), rounds)
     if real and not q:
         yield "scoring smollm2", scoring_row("SmolLM2-135M", real[0].model, Work(real[1], 2, 2, 8, 60, 32, 64), 1)
     yield "logprobs", logprob_rows(512 if q else 4096, rounds, o.device)
