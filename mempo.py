@@ -112,10 +112,9 @@ def memory_rewards(policy, tokenizer, full_trajs, mem_trajs, golds: list[str], t
                    token_budget: int = 16384) -> list[list[tuple[float, float]]]:
     """A1: (P_mem, P_full) of every memory turn; the reward of turn k is P_mem_k − P_full_k.
 
-    full_trajs, mem_trajs: a list of snapshots a trajectory; golds: one answer a trajectory. All N snapshots are scored as one
-    batch of 2N rows, by score_branches where the policy can read branches. gate: whose log-probabilities decide which tokens count:
-    "own" (the notes: each side's), "full" (the full side's for both, so that what the history makes certain must be carried), "none"
-    (no threshold).
+    full_trajs, mem_trajs: a list of snapshots a trajectory; golds: one answer a trajectory. All N snapshots are scored as one batch of
+    2N rows, by score_branches where the policy can read branches. gate: whose log-probabilities decide which tokens count: "own" (the
+    notes: each side's), "full" (the full side's for both, so that what the history makes certain must be carried), "none" (no threshold).
     """
     if gate not in GATES:
         raise ValueError(f"unknown gate {gate!r}; use own, full or none")

@@ -95,8 +95,10 @@ class SlotCache(Cache):
         pair, swapped = [a, b], [b, a]
         K = int(self.length[pair].max())
         self.length[pair] = self.length[swapped]
-        for tensor in self.keys + self.values:
-            tensor[pair, :, :K] = tensor[swapped, :, :K]
+        for tensor in self.keys + self.values:                 # by slices, which costs far less than indexing by pair
+            row = tensor[a, :, :K].clone()
+            tensor[a, :, :K] = tensor[b, :, :K]
+            tensor[b, :, :K] = row
 
     def copy_rows(self, source: "SlotCache", rows: list[int]) -> None:
         """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""
@@ -126,8 +128,8 @@ class TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, W, y, temperature):
-        top, total, own = h.new_full((3, len(h)), -torch.inf, dtype=torch.float32).unbind()         # running maximum, Σ exp(logit − top), logit of y
-        total = total.exp()
+        top, own = h.new_full((2, len(h)), -torch.inf, dtype=torch.float32)                         # [n] running maximum; logit of y
+        total = torch.zeros_like(top)                                                               # [n] Σ exp(logit − top)
         for v, _, logits in TokenLogProb.blocks(h, W, temperature):
             new = torch.maximum(top, logits.amax(-1))
             column = (y - v).clamp(0, logits.shape[1] - 1)
