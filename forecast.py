@@ -100,7 +100,7 @@ def estimate(config, o: Namespace) -> dict[str, int]:
         hidden = policy.hidden(ids)
         parts["activations"] = kept = live.now - at
         hidden.register_hook(lambda gradient: parts.update(logits=live.peak - at - kept))      # the output layer's backward pass is over
-        policy.selected(hidden, ids, select, o.temperature).sum().backward()
+        policy.selected(hidden, ids.to(hidden.device), select, o.temperature).sum().backward()
         parts["backward"] = max(live.peak - at, step) - kept - parts["logits"]
         optimizer.zero_grad()                                  # the rollout
         at = live.peak = live.now

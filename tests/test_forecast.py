@@ -75,7 +75,7 @@ def allocated_peak(run) -> int:
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_an_update_takes_what_is_estimated(monkeypatch, rule, dtype, checkpointing):
     """Keeps out an estimate that misses a part: activations, logits, gradients on their way. Held to torch's allocator, of the same passes."""
-    monkeypatch.setattr(policy_module, "LOGIT_SLICE", 40 * 256)
+    monkeypatch.setattr(policy_module, "LOGIT_BLOCK", 40 * 256)
     o = options("--dtype", dtype, "--gradient-checkpointing", checkpointing, "--policy", rule, "--chunk-size", "128")
     model = tiny_model(40).to(getattr(torch, dtype))
     parts, (_, _, B, T) = estimate(model.config, o), shapes(model.config, o)
