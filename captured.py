@@ -74,7 +74,7 @@ class Captured(Policy):
         """token [N] at position [N] of rows 0 … N − 1, which see slots < K -> logits [N,V]. Nothing here depends on a value."""
         row = torch.arange(len(token), device=token.device)
         cache.start, cache.n, cache.K, cache.index = 0, len(token), K, (row, position, row, torch.zeros_like(row))
-        mask = additive(torch.arange(K, device=token.device) <= position[:, None, None, None], self.model.dtype)        # [N,1,1,K]
+        mask = additive(torch.arange(K, device=token.device) <= position[:, None, None, None], self.dtype)        # [N,1,1,K]
         hidden = self.model.base_model(input_ids=token[:, None], attention_mask=mask, position_ids=position[:, None], use_cache=True,
                                        **{self.cache_argument: cache}).last_hidden_state                                # [N,1,E]
         return self.head(hidden[:, 0])

@@ -76,7 +76,7 @@ class ChunkCache:
     def __init__(self, policy: "LastKV", batch_size: int, max_length: int):
         self.C, self.max_length = policy.C, max_length
         self.length = torch.zeros(batch_size, dtype=torch.long)                      # [B] tokens fed so far, on the CPU
-        like = {"dtype": policy.model.dtype, "device": policy.device}
+        like = {"dtype": policy.dtype, "device": policy.device}
         self.near = torch.zeros(2, policy.L, batch_size, policy.H, 0, policy.D, **like)  # K or V, layer, row, head, slot, width
         self.store = torch.zeros(2, 1, batch_size, policy.H, 0, policy.D, **like)
 
@@ -211,7 +211,7 @@ class LastKV(Policy):
 
     def gates(self) -> torch.Tensor:
         """α as [L,H,1,1], in the model's own type and place."""
-        return self.alpha.to(self.device, self.model.dtype)[:, :, None, None]
+        return self.alpha.to(self.device, self.dtype)[:, :, None, None]
 
     def hidden(self, input_ids, attention_mask=None, document_ids=None, detach_history=False, keep_chunks=None) -> torch.Tensor:
         """[B,T] -> last hidden states [B,T,E] (0 at padding): ⌈T/C⌉ chunks in order, each in parallel, gradients through all of them.
@@ -227,7 +227,7 @@ class LastKV(Policy):
         embed, alpha, C = self.model.get_input_embeddings(), self.gates(), self.C
         R, T = ids.shape
         last = (T - 1) // C * C                                # every chunk's mask is a view of this one [C,last+C]: none is [T,T]
-        future = F.pad(torch.full((min(C, T),) * 2, -torch.inf, dtype=self.model.dtype, device=self.device).triu(1), (last, 0))
+        future = F.pad(torch.full((min(C, T),) * 2, -torch.inf, dtype=self.dtype, device=self.device).triu(1), (last, 0))
         blocks, older, own = [], [], []                        # older: K^L, V^L of chunks < c − 1; own: K^l, V^l of chunk c − 1
         for c, start in enumerate(range(0, T, C)):
             x = embed(ids[:(lengths > start).sum(), start:start + C])                 # [n,S,E] sequences that reach this chunk
@@ -288,7 +288,7 @@ class LastKV(Policy):
         """[B,T] -> hidden [B,T,E] read off the definition, position after position with the graph kept: slow, to hold the others to."""
         B, T = input_ids.shape
         embed, alpha, states = self.model.get_input_embeddings(), self.gates(), []
-        own = [torch.zeros(2, B, self.H, 0, self.D, dtype=self.model.dtype, device=self.device)] * self.L     # K^l, V^l of all positions
+        own = [torch.zeros(2, B, self.H, 0, self.D, dtype=self.dtype, device=self.device)] * self.L     # K^l, V^l of all positions
         for t in range(T):
             at = torch.arange(t + 1, device=self.device)[:, None]                     # [t+1,1] s
 
@@ -298,7 +298,7 @@ class LastKV(Policy):
                 older = torch.where(at // self.C == t // self.C - 1, torch.lerp(own[l], top, alpha[l]), top)
                 return torch.where(at // self.C == t // self.C, own[l], older)
 
-            mask = torch.zeros(1, t + 1, dtype=self.model.dtype, device=self.device)
+            mask = torch.zeros(1, t + 1, dtype=self.dtype, device=self.device)
             states.append(self.layers(embed(input_ids[:, t:t + 1]), at[None, t], mask, read))
         return torch.cat(states, 1)
 
@@ -323,7 +323,7 @@ class FeedbackCache(SlotCache):
 
     def __init__(self, policy: "Feedback", batch_size: int, max_length: int):
         super().__init__(batch_size, max_length)
-        self.state = torch.zeros(batch_size, policy.model.config.hidden_size, dtype=policy.model.dtype, device=policy.device)   # [B,E]
+        self.state = torch.zeros(batch_size, policy.model.config.hidden_size, dtype=policy.dtype, device=policy.device)   # [B,E]
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)

@@ -158,14 +158,10 @@ class Policy:
     rule, setting = "full", {}                                 # how the model is executed; what a checkpoint of it depends on
 
     def __init__(self, model):
-        self.model = model.eval()
+        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype      # kept: transformers looks through all weights for them
         self.cache_argument = "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
         self.max_tokens_a_pass = 16384                         # bounds the activations and the [n,1,S,K] mask of a prefill
         self.gradient_checkpointing = False                    # keep a layer's inputs only and compute it again in the backward pass
-
-    @property
-    def device(self):
-        return self.model.device
 
     @property
     def context_length(self) -> int | None:
@@ -224,7 +220,8 @@ class Policy:
 
     def _step(self, input_ids, lengths, cache, start):
         hidden = self.extend(cache, start, lengths, input_ids=input_ids[:, :int(lengths.max())].to(self.device))   # [n,S,E]
-        return self.head(hidden[torch.arange(len(lengths), device=self.device), (lengths - 1).to(self.device)])  # [n,V]
+        last = 0 if hidden.shape[1] == 1 else (lengths - 1).to(self.device)
+        return self.head(hidden[torch.arange(len(lengths), device=self.device), last])              # [n,V]
 
     def extend(self, cache, start, lengths, **inputs):
         """Feed rows start … start + n − 1 their first lengths [n] of the input_ids [n,S] or inputs_embeds [n,S,E] -> hidden [n,S,E]."""
@@ -233,7 +230,7 @@ class Policy:
         past = cache.length[start:start + cache.n, None]                                            # [n,1]
         position, mask = (past + torch.arange(S)).to(device), None                                  # [n,S]; empty rows: plainly causal, no mask
         if bool(past.any()):
-            mask = additive(torch.arange(cache.K, device=device) <= position[:, None, :, None], self.model.dtype)  # [n,1,S,K] slot j: j <= position
+            mask = additive(torch.arange(cache.K, device=device) <= position[:, None, :, None], self.dtype)  # [n,1,S,K] slot j: j <= position
         hidden = self.model.base_model(**inputs, attention_mask=mask, position_ids=position, use_cache=True,
                                        **{self.cache_argument: cache}).last_hidden_state
         cache.length[start:start + cache.n] += lengths
@@ -297,7 +294,7 @@ class Policy:
         first = slot - (position - start)                                                          # [B,Q] the slot where the branch begins
         own = (first[:, :, None] == first[:, None, :]) & (slot[:, None] >= slot)                    # [B,Q,Q]
         sees = torch.cat([torch.arange(trunk.shape[1], device=ids.device) < start[:, :, None], own], 2)[:, None]    # [B,1,Q,T+Q]
-        hidden = self.model.base_model(input_ids=ids, attention_mask=additive(sees, self.model.dtype), position_ids=position, use_cache=True,
+        hidden = self.model.base_model(input_ids=ids, attention_mask=additive(sees, self.dtype), position_ids=position, use_cache=True,
                                        **{self.cache_argument: cache}).last_hidden_state
         return self.selected(hidden, ids, select, 1.0)
 

@@ -33,6 +33,12 @@ from world import world_policy  # noqa: E402
 
 # ---- the same work for both sides ----
 
+def force(logits, token):
+    """The script's token [n] becomes certain in logits [n,V]."""
+    logits[torch.arange(len(logits)), token] = 1e4
+    return logits
+
+
 class ScriptCache(SlotCache):
     """Knows which script a row follows, and how far it is."""
 
@@ -64,8 +70,7 @@ class Scripted(Policy):
         logits, n = super().step(input_ids, lengths, cache), len(lengths)
         token = [self.scripts[row][min(said, len(self.scripts[row]) - 1)] for row, said in zip(cache.row[:n], cache.said)]
         cache.said[:n] = [said + 1 for said in cache.said[:n]]
-        logits[torch.arange(n), token] = 1e4
-        return logits
+        return force(logits, token)
 
 
 class Turn:
@@ -76,8 +81,7 @@ class Turn:
         self.ids = pad_right(rows, device=device)
 
     def force(self, input_ids, scores):
-        scores[torch.arange(len(self.ids)), self.ids[:, input_ids.shape[1] - self.start]] = 1e4
-        return scores
+        return force(scores, self.ids[:, input_ids.shape[1] - self.start])
 
     def done(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] - self.start >= self.lengths
@@ -170,7 +174,7 @@ def loop_row(name, model, chat, n, K, steps, rounds):
         start = now()
         for _ in range(steps - 1):
             real, position = torch.cat([real, real[:, -1:]], 1), position + 1
-            model(token, attention_mask=real, position_ids=position, use_cache=True, **feed_kv)
+            force(model(token, attention_mask=real, position_ids=position, use_cache=True, **feed_kv).logits[:, -1], [0] * n)
         return (now() - start) / (steps - 1)
 
     seconds = [median(s) * 1e3 for s in alternate([ours, bare], rounds, 1, f"loop, {name}")]
