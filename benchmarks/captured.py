@@ -4,7 +4,7 @@ A CUDA graph replays the same kernels on the same memory. So a step is computed 
 differs from step to step, token and position, is written into the same two tensors. On a CPU the same step runs without a graph.
 Letters: n rows at work, N rows computed, K slots, V vocabulary. Left out: prefills, whose shapes are never the same.
 
-    policy = Captured(policy.model)                            # then as any policy; python benchmarks/run.py --device cuda measures it
+    policy = Captured(policy.model)                            # then as any policy; `python benchmarks/run.py --device cuda` measures it
 """
 import torch
 
