@@ -296,13 +296,13 @@ def saved_bytes(call):
 
 
 SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
-BUILDS = {"qwen2": lambda: Policy(tiny_model(V, attention_dropout=0.5)), "lastkv": lambda: LastKV(tiny_model(V), 8), "feedback": lambda: Feedback(tiny_model(V), 2),
-          "opt": lambda: Policy(OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5))),
-          "gpt2": lambda: Policy(GPT2LMHeadModel(GPT2Config(**SMALL, resid_pdrop=0.5)))}
+BUILDS = [(lambda: Policy(tiny_model(V, attention_dropout=0.5)), 0.3), (lambda: LastKV(tiny_model(V), 8), 0.6), (lambda: Feedback(tiny_model(V), 2), 0.3),
+          (lambda: Policy(OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5))), 0.3),
+          (lambda: Policy(GPT2LMHeadModel(GPT2Config(**SMALL, resid_pdrop=0.5))), 0.3)]
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_gradient_checkpointing_keeps_less_and_changes_nothing(build):
+@pytest.mark.parametrize("build, share", BUILDS, ids=["qwen2", "lastkv", "feedback", "opt", "gpt2"])
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(build, share):
     """Keeps out other gradients, dropout that comes on with a training mode (OPT has it in the layer itself), and a cached step that sees it."""
     results = []
     for on in (False, True):
@@ -316,7 +316,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(build):
         results.append(([hidden, logits, *(p.grad for p in policy.parameters() if p.grad is not None)], kept))
     (plain_, most), (checkpointed, least) = results
     assert len(plain_) > 4 and len(plain_) == len(checkpointed) and all(map(torch.equal, plain_, checkpointed))
-    assert least < 0.75 * most
+    assert least < share * most, least / most
 
 
 def test_a_cache_is_written_once_under_gradient_checkpointing():
