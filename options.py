@@ -34,8 +34,8 @@ class ModelOptions:
     _argument_group_name = "model"
     model: str | None = option(None, "hub id, its short form (Qwen2.5-1.5B), a folder, or GGUF weights; without it a tiny policy is made")
     device: str | None = option(None, "cuda or cpu; cuda where there is one")
-    dtype: str = option("float32", "weights: float32, whose replay equals the rollout to rounding noise, or bfloat16, which halves weights and cache and "
-                        "is what to take on a GPU; training then keeps float32 masters of them, since bfloat16 rounds small updates away",
+    dtype: str = option("float32", "weights: float32, whose replay equals the rollout to rounding noise, or bfloat16, which halves weights and "
+                        "cache: take it on a GPU; training then keeps float32 masters, since bfloat16 rounds small updates away",
                         choices=["float32", "bfloat16"])
     policy: str = option("full", "how the model is executed: full (an ordinary transformer), lastkv (recurrent in chunks), feedback (at every token)",
                          choices=["full", "lastkv", "feedback"])

@@ -196,7 +196,7 @@ def sample_record(step: int, i: int, t, **more) -> str:
 def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -> list:
     """The RL loop -> the last step's trajectories."""
     trajectories, names = [], ("metrics.jsonl", "samples.jsonl", "skipped.jsonl")
-    optimizer = torch.optim.AdamW(masters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=False)   # foreach: temporaries as large as all weights
+    optimizer = torch.optim.AdamW(masters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=False)   # no temporaries as large as all weights
     generator = torch.Generator(policy.device).manual_seed(o.seed)
     first = run.begin("RL", o.steps, masters, optimizer, generator, names)
     round_masters(policy, masters)

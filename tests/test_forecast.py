@@ -24,7 +24,8 @@ BUFFERS = 2 * 4 * 4                                            # the rotary embe
 
 
 def options(*more: str):
-    return parse_options(["--model", "-", "--data", "-", "--questions-per-step", "3", "--group-size", "2", "--max-response-tokens", "44", "--token-budget", "600", *more])
+    return parse_options(["--model", "-", "--data", "-", "--questions-per-step", "3", "--group-size", "2",
+                          "--max-response-tokens", "44", "--token-budget", "600", *more])
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
@@ -35,7 +36,8 @@ def test_weights_masters_moments_gradients_and_cache_by_hand(dtype, size):
     parts = estimate(config, o)
     assert parts["weights"] == P * size + BUFFERS and parts["masters"] == (4 * P if size == 2 else 0)
     assert parts["gradients"] == 4 * P and parts["moments"] == 2 * 4 * P and parts["reference"] == 0
-    assert parts["kv_cache"] == 6 * 300 * (2 * 2 * 2 * 8 * size + 4 * 8)    # rows, tokens: K and V, layers, key/value heads, width; the last pass's indices
+    # rows, tokens: K and V, layers, key/value heads, width; the last pass's indices
+    assert parts["kv_cache"] == 6 * 300 * (2 * 2 * 2 * 8 * size + 4 * 8)
     assert parts["rollout"] == sum(parts[p] for p in ("weights", "masters", "moments", "kv_cache", "pass"))
     assert parts["update"] == sum(parts[p] for p in ("weights", "masters", "moments", "gradients", "activations", "logits", "backward"))
     tied = tiny_model(40, tie_word_embeddings=True).config
