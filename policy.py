@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
@@ -404,6 +406,15 @@ def usable_device(device: str | None) -> str:
     return device
 
 
+def hub_answers() -> bool:
+    """Asked first, since without a network each file of a model would be asked for half a minute, with a warning at each try."""
+    try:
+        get_session().head(ENDPOINT, timeout=10)
+        return True
+    except Exception:                                          # whatever its client raises: no network, refused, offline by HF_HUB_OFFLINE
+        return False
+
+
 @contextmanager
 def loading(name: str):
     """(source, options) for transformers' from_pretrained from a hub id, its short form, a folder of safetensors, or GGUF weights (a file or
@@ -418,6 +429,10 @@ def loading(name: str):
                          "save_pretrained(..., safe_serialization=True) first")
     elif (path.is_absolute() or path.suffix == ".gguf") and not path.exists():
         raise ValueError(f"there is no folder or file {name}; --model takes a hub id, a folder, or GGUF weights")
+    elif not path.exists():
+        options = {"local_files_only": not hub_answers()}
+        if source != name:
+            print(f"--model {name}: taken as {source} of the Hugging Face hub")
     try:
         yield source, options
     except (OSError, ImportError, ValueError, SafetensorError) as error:
@@ -438,10 +453,10 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     """(Policy, tokenizer) by a name that `loading` takes. Pickled weights and remote code are refused."""
     device = usable_device(device)
     with loading(name) as (source, options):
-        declared = {} if options else get_tokenizer_config(source)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
+        declared = {} if "gguf_file" in options else get_tokenizer_config(source, **options)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
-        if not options:
+        if "gguf_file" not in options:
             options["use_safetensors"] = True
         model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, output_loading_info=True, **options)
         if report["missing_keys"]:

@@ -246,10 +246,12 @@ def test_a_mistake_ends_in_one_sentence(tmp_path, arguments, words):
 
 
 def test_a_short_name_is_looked_for_on_the_hub(tmp_path):
-    """Keeps out a traceback where there is no network, and a short name that is not resolved."""
+    """Keeps out a traceback, minutes of retries and their warnings where there is no network, and a short name that is not resolved, or silently."""
     data = tmp_path / "q.jsonl"
     data.write_text('{"question": "Where?", "answer": "there", "documents": [{"title": "t", "text": "there"}]}\n')
-    done = run("train.py", "--model", "Qwen2.5-1.5B", "--data", data, "--out", tmp_path / "run", check=False, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    done = run("train.py", "--model", "Qwen2.5-1.5B", "--data", data, "--out", tmp_path / "run", check=False,
+               HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.stdout == "--model Qwen2.5-1.5B: taken as Qwen/Qwen2.5-1.5B of the Hugging Face hub\n"
     assert done.returncode == 2 and "cannot load Qwen/Qwen2.5-1.5B" in done.stderr and "hf download Qwen/Qwen2.5-1.5B" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
