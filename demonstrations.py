@@ -47,10 +47,12 @@ def names(text: str, title: str) -> bool:
 def script(question: dict, retriever, top_k: int) -> list[tuple] | None:
     """The episode's steps (title, turn, result, fact that the result shows or None), or None if a fact cannot be found.
 
-    A title is searched; if that does not show its sentences, it is searched together with the question, and then opened.
+    A title is searched; if that does not show its sentences, it is searched together with the question, and then opened. Next comes the
+    first title that something has named, if any is: hop by hop, as HotpotQA does not always list them.
     """
-    steps = []
-    for title, sentences in facts_of(question):
+    steps, left, seen = [], facts_of(question), question["question"]
+    while left:
+        title, sentences = left.pop(next((i for i, (title, _) in enumerate(left) if names(seen, title)), 0))
         for thought, action, argument in ((f"{title} is needed.", "search", title),
                                           (f"That did not show {title}; more words may.", "search", f"{title} {question['question']}"),
                                           (f"That did not show {title} either; its page may be there.", "access", title)):
@@ -58,6 +60,7 @@ def script(question: dict, retriever, top_k: int) -> list[tuple] | None:
             result = retriever.search(argument, top_k) if action == "search" else (retriever.access(argument) or [""])[0]
             fact = (title, sentences) if shows(result, (title, sentences)) else None
             steps.append((title, f"<think>{neutralise(thought)}</think><{action}>{argument}</{action}>", result, fact))
+            seen += f"\n{result}"
             if fact:
                 break
         else:

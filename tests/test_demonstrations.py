@@ -16,7 +16,7 @@ from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model
 from policy import Chat, Policy
 from retriever import Retriever
 from reward import compute_score
-from test_data import HOTPOT, HOTPOTQA, MUSIQUE, file_of
+from test_data import HOTPOT, HOTPOTQA, MUSIQUE, TWOWIKI, file_of
 
 TAGS = [f"<{slash}{tag}>" for slash in ("", "/") for tag in ("mem", "think", "search", "access", "answer", "information")]
 
@@ -83,6 +83,12 @@ def test_the_pieces_of_a_musique_question(tmp_path):
         ("policy", "<mem>", False),
         ("policy", f"{green}</mem>", True),
         ("policy", "<think>Miquette is needed.</think><search>Miquette</search>", False)]
+
+
+def test_hops_follow_each_other_however_a_file_lists_them(tmp_path):
+    """Keeps out a search for the bridge before anything has named it, which could not be trained."""
+    row = TWOWIKI | {"supporting_facts": TWOWIKI["supporting_facts"][::-1]}
+    assert [title for title, *_ in scripted(tmp_path, row)[1]] == ["Polish-Russian War (film)", "Xawery Żuławski"]
 
 
 def test_a_lost_fact_is_in_no_memory_and_its_answer_is_not_trained(tmp_path):
