@@ -304,16 +304,22 @@ def check_support(questions: list[dict], retriever: Retriever, data: str, corpus
     print(f"{words}; these can hardly be answered", file=sys.stderr)
 
 
+def shared_retriever(questions: list[dict], documents: list[dict], data: str, corpus: str | None, **sizes: int) -> Retriever | None:
+    """Over the corpus file, else over the documents that came with the questions of the file `data`; None if each question brings its own."""
+    retriever = load_corpus(corpus, **sizes) if corpus is not None else Retriever(documents, **sizes) if documents else None
+    if retriever is None and not all(q.get("documents") for q in questions):
+        raise ValueError(f"{data} brings no documents to search; give them with --corpus")
+    if corpus is not None:
+        check_support(questions, retriever, data, corpus)
+    return retriever
+
+
 def load_data(data: str | None, corpus: str | None, seed: int, eval_questions: int, eval_split: str, instructions: str) -> Data:
     """The embedded world without `data`; else a question file, of which `eval_questions` are held out, and its corpus."""
     if data is None:
         return Data(question_stream(random.Random(f"{seed} train"), "train"), world_questions(eval_questions, seed, eval_split), None, WORLD_INSTRUCTIONS)
     questions, documents = read_questions(data)
-    retriever = load_corpus(corpus) if corpus is not None else Retriever(documents) if documents else None
-    if retriever is None and not all(q.get("documents") for q in questions):
-        raise ValueError(f"{data} brings no documents to search; give them with --corpus")
-    if corpus is not None:
-        check_support(questions, retriever, data, corpus)
+    retriever = shared_retriever(questions, documents, data, corpus)
     if eval_questions >= len(questions):
         raise ValueError(f"{data} holds {len(questions)} questions, so --eval-questions {eval_questions} leaves none to train on")
     questions = random.Random(0).sample(questions, len(questions))   # the same held-out questions for every seed

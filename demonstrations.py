@@ -146,8 +146,9 @@ def scripted_batches(data, supported: list[dict], top_k: int, keep: float, seed:
                 raise ValueError(f"of {len(supported)} questions none has its supporting sentences shown by searching and opening their titles: "
                                  "the corpus holds other text; leave out --corpus, or --cold-start-steps")
         yield batch
-    tqdm.write(f"cold start: {len(shown)} questions demonstrated, {len(missed)} passed over because the retriever did not show their support; "
-               f"{len(data.questions) - len(supported)} of {len(data.questions)} bring none", file=sys.stderr)
+    bare = len(data.questions) - len(supported)
+    tqdm.write(f"cold start: {len(shown)} questions demonstrated" + f", {len(missed)} passed over as no search showed their support" * bool(missed)
+               + f", {bare} of {len(data.questions)} without supporting facts" * bool(bare), file=sys.stderr)
 
 
 # ---- chats that the user brings ----

@@ -20,7 +20,7 @@ import time
 import zlib
 from argparse import HelpFormatter, Namespace
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -30,11 +30,10 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
-from corpus import load_corpus
-from data import check_support, load_data, objectives, read_questions
+from data import load_data, objectives, read_questions, shared_retriever
 from lastkv import under_rule
+from options import one_namespace, option
 from policy import load_policy, run_script, usable_device
-from retriever import Retriever
 from reward import em_check, exact_match, f1_score, part_scores, validate_format
 
 COLUMNS = {"em": "EM", "em_t1": "EM at T=1", "f1": "F1", "format": "format", "turns": "turns", "tokens": "tokens", "peak": "peak"}
@@ -96,9 +95,8 @@ def evaluate(policy, tokenizer, data, o: Namespace) -> dict:
         for row, t in zip(rows, run(policy, tokenizer, data, o, history, 1.0, batch_size)):
             row["em_t1"] = figures(t)["em"]
         result |= {f"{column}_{history}": mean(row[column] for row in rows) for column in COLUMNS}
-        longest = max((len(t.context_lengths) for t in trajectories), default=0)
-        result[f"prompt_by_turn_{history}"] = [round(mean(t.context_lengths[k] for t in trajectories if len(t.context_lengths) > k))
-                                               for k in range(min(longest, 8))]
+        by_turn = [[t.context_lengths[k] for t in trajectories if len(t.context_lengths) > k] for k in range(8)]
+        result[f"prompt_by_turn_{history}"] = [round(mean(lengths)) for lengths in by_turn if lengths]
     return result
 
 
@@ -108,9 +106,8 @@ def print_table(result: dict) -> None:
     shown = [(name, result[name]) for name in ("cold_start", "final") if name in result]
     for name, row in shown:
         for history in TRAINING_HISTORIES:
-            cells = [row[f"{column}_{history}"] for column in COLUMNS]
-            print(f"{name:<12}{history:<12}" + "".join(f"{x:>11.1f}" if column in ("turns", "tokens", "peak") else f"{x:>11.3f}"
-                                                     for column, x in zip(COLUMNS, cells)))
+            cells = (f"{row[f'{column}_{history}']:.{1 if column in ('turns', 'tokens', 'peak') else 3}f}" for column in COLUMNS)
+            print(f"{name:<12}{history:<12}" + "".join(f"{cell:>11}" for cell in cells))
     name, row = shown[-1]
     for history in TRAINING_HISTORIES:
         print(f"prompt tokens by turn, {name}, {history} history: " + " ".join(map(str, row[f"prompt_by_turn_{history}"])))
@@ -132,12 +129,6 @@ def compare(folders: list[Path]) -> None:
 
 
 # ---- the protocol on any model and data ----
-
-def option(default, help: str, **metadata):
-    """One command-line option and its help."""
-    metadata["help"] = help if default is None else f"{help} (default {' '.join(map(str, default)) if isinstance(default, list) else default})"
-    return field(default_factory=lambda: default, metadata=metadata)
-
 
 @dataclass
 class ModelOptions:
@@ -184,10 +175,7 @@ def parse_options(argv: list[str]) -> Namespace:
     """The command line as one namespace."""
     parser = HfArgumentParser((ModelOptions, DataOptions, ProtocolOptions), formatter_class=HelpFormatter, description=__doc__.split("\n")[0],
                               usage="python eval.py RUN [RUN ...], or python eval.py --model NAME --data FILE [option ...]")
-    *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}; --help lists them all")
-    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    o = one_namespace(parser, argv)
     o.history, o.objectives = [h for h in HISTORIES if h in o.history], sorted(set(o.objectives))     # the table's order, full history first
     for name, least in dict(chunk_size=1, batch_size=1, limit=1, top_k=1, max_doc_chars=1, page_chars=1, max_pages=1, max_turns=1, max_turn_tokens=1,
                             max_response_tokens=1, objectives=1, temperature=0, replay_rounds=0).items():
@@ -255,8 +243,7 @@ def check_settings(out: Path, settings: dict) -> None:
         return
     if "objectives" not in held:
         raise ValueError(f"{out} holds a training run, or results without their config.json; give another --out")
-    differ = [f"{name.replace('_', '-')} ({held.get(name)} there, {value} here)" for name, value in settings.items() if held.get(name) != value]
-    if differ:
+    if differ := [f"{name.replace('_', '-')} ({held.get(name)} there, {value} here)" for name, value in settings.items() if held.get(name) != value]:
         raise ValueError(f"{out} holds an evaluation with another {', '.join(differ)}; give another --out, or the settings that it was begun with")
 
 
@@ -281,28 +268,22 @@ def finished(path: Path, plan: list) -> tuple[list[dict], int]:
     return rows, batches
 
 
-def ask(o: Namespace, settings: dict, plan: list, documents: list[dict], rows: list[dict]) -> None:
+def ask(o: Namespace, settings: dict, plan: list, questions: list[dict], documents: list[dict], rows: list[dict]) -> None:
     """Run the batches of the plan and append their rows, also to results.jsonl as soon as each batch is through."""
     usable_device(o.device)                                    # before anything slow
     sizes = {name: getattr(o, name) for name in ("max_doc_chars", "page_chars", "max_pages")}
-    retriever = load_corpus(o.corpus, **sizes) if o.corpus else Retriever(documents, **sizes) if documents else None
-    if retriever is None and not all(q.get("documents") for *_, questions in plan for q in questions):
-        raise ValueError(f"{o.data} brings no documents to search; give them with --corpus")
-    if o.corpus:
-        check_support([q for n, history, _, questions in plan if n == 1 for q in questions], retriever, o.data, o.corpus)
+    retriever = shared_retriever(questions, documents, o.data, o.corpus, **sizes)
     policy, tokenizer = load_policy(o.model, o.dtype, o.device)
     policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
-    out = Path(o.out)
-    out.mkdir(parents=True, exist_ok=True)
+    (out := Path(o.out)).mkdir(parents=True, exist_ok=True)
     if not rows:                                               # else it is there, and equal
         (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    left = sum(len(questions) for *_, questions in plan)
-    with open(out / "results.jsonl", "a") as file, tqdm(total=len(rows) + left, initial=len(rows), unit="question") as bar:
-        for n, history, i, questions in plan:
+    with open(out / "results.jsonl", "a") as file, tqdm(total=len(rows) + sum(len(b) for *_, b in plan), initial=len(rows), unit="question") as bar:
+        for n, history, i, batch in plan:
             bar.set_description(f"{history} history" + (f", {n} as one" if n > 1 else ""))
             generator = torch.Generator(policy.device).manual_seed(zlib.crc32(f"{o.seed} {n} {history} {i}".encode()))    # each batch its own
             turns = min(o.max_turns, 2) if history == "none" and o.temperature == 0 else o.max_turns      # see the top of the file
-            trajectories = rollout(policy, tokenizer, questions, retriever, group_size=1, max_turns=turns, max_response_tokens=o.max_response_tokens,
+            trajectories = rollout(policy, tokenizer, batch, retriever, group_size=1, max_turns=turns, max_response_tokens=o.max_response_tokens,
                                    max_turn_tokens=o.max_turn_tokens, temperature=o.temperature, top_k=o.top_k, history=history,
                                    generator=generator, retriever_options=sizes)
             new = [record(t, n, history) for t in trajectories]
@@ -327,7 +308,7 @@ def protocol(o: Namespace) -> None:
             for n in o.objectives for history in o.history for i in range(0, len(asked[n]), o.batch_size)]
     rows, batches = finished(out / "results.jsonl", plan)
     if batches < len(plan):
-        ask(o, settings, plan[batches:], documents, rows)
+        ask(o, settings, plan[batches:], questions, documents, rows)
     result = table(rows, o, {n: len(questions) % n for n in o.objectives})
     (out / "result.json").write_text(json.dumps({"settings": settings, "rows": result}, indent=1) + "\n")
     print_protocol(result)
@@ -352,7 +333,7 @@ def main(argv: list[str]) -> None:
     o = Namespace(**json.loads((folder / "config.json").read_text()))
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     if not data.eval:
-        raise ValueError(f"{folder} holds no questions out; train with --eval-questions to have a table")
+        raise ValueError(f"{folder} holds no questions out; train with --eval-questions to have a table, or give its weights to --model, with --data")
     for name, weights in (("cold_start", "cold_start"), ("final", "model")):
         if (folder / weights).exists():
             policy, tokenizer = load_policy(str(folder / weights), o.dtype, o.device)

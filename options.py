@@ -22,6 +22,8 @@ SFT_STEPS = 200                                                # of the cold sta
 
 def option(default, help: str, **metadata):
     """One command-line option and its help. A default of DEFAULTS is filled in when it is known what is trained on."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: default, metadata={"help": f"{help} (default {' '.join(map(str, default))})", **metadata})
     if default in DEFAULTS:
         world, real = DEFAULTS[default]
         return field(default=None, metadata={"help": f"{help} (default {world} in the embedded world, otherwise {real})"})
@@ -135,12 +137,17 @@ def parse_options(argv: list[str]) -> Namespace:
     return o
 
 
-def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
-    """The five groups as one namespace, defaults filled in."""
+def one_namespace(parser: HfArgumentParser, argv: list[str]) -> Namespace:
+    """A script's groups of options as one namespace."""
     *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")
-    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    return Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+
+
+def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
+    """The five groups as one namespace, defaults filled in."""
+    o = one_namespace(parser, argv)
     if o.cold_start_steps is None and (o.sft_data or o.sft_only and o.data):
         o.cold_start_steps = SFT_STEPS
     for name, defaults in DEFAULTS.items():

@@ -4,12 +4,11 @@
     retriever.search("city norway")      # '[1] Bergen: Bergen is a city in Norway.'
     retriever.access("bergen")           # ['Bergen is a city in Norway.']
 
-Every score is computed once, while indexing, and kept in a sparse matrix by term; a search only adds rows of it.
-Texts are read once and indexed block by block; given a folder, blocks and index lie on disk, and memory stays bounded.
-What a retriever returns is plain text: tags in it are for the agent loop to neutralise.
+Every score is computed once, while indexing, and kept in a sparse matrix by term; a search only adds rows of it. Texts are read once and
+indexed block by block; given a folder, blocks and index lie on disk, and memory stays bounded. What a retriever returns is plain text: tags
+in it are for the agent loop to neutralise.
 
-Letters: N documents, V terms, P postings (one for each document and each different word in it); n, v, p the same of one
-block, and m its tokens.
+Letters: N documents, V terms, P postings (one for each document and each different word in it); n, v, p the same of one block, and m its tokens.
 Papers: Robertson & Zaragoza 2009 (BM25); Kamphuis et al. 2020 (Lucene's variant); Lù 2024 (eager scores).
 """
 import json
@@ -28,8 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 # ---------------------------------------------------------------------------------------------------------- words
-# \w knows letters and digits, but not the marks set on or around them (accents, vowel signs): here those of Unicode's
-# first plane, where all but rare and historic scripts lie.
+# \w knows letters and digits, but not the marks on or around them (accents, vowel signs): here those of Unicode's first plane, all but rare scripts'.
 MARKS = "".join(c for c in map(chr, range(0x300, 0x10000)) if unicodedata.category(c)[0] == "M")
 WORD = re.compile(rf"\w+(?:[{MARKS}]+\w*)*")
 # Han, Hiragana and Katakana are written without spaces (the punctuation between them is no WORD anyway).
@@ -41,9 +39,8 @@ TOKENIZER = f"tokenizer 1, Unicode {unicodedata.unidata_version}"  # an index fi
 def tokenize(text: str) -> list[str]:
     """The words of a document or of a query: one function for both sides.
 
-    NFKC and lower case; runs of letters, digits and "_" with their marks; each Han, Hiragana or Katakana character by
-    itself. Korean words are split at spaces only, as are those of scripts without spaces (Thai, Lao, Khmer).
-    Nothing is stemmed and no word is left out.
+    NFKC and lower case; runs of letters, digits and "_" with their marks; each Han, Hiragana or Katakana character by itself. Korean words are
+    split at spaces only, as are those of scripts without spaces (Thai, Lao, Khmer). Nothing is stemmed and no word is left out.
     """
     if text.isascii():                                             # the same words in half the time
         return text.translate(ASCII).split()
@@ -68,10 +65,7 @@ def reached(scores, k: int) -> float:
 
 
 def top_k(scores, k: int):
-    """scores [N] -> the indices of the k best above 0: score descending, then index ascending.
-
-    The order is total, so every top-k is the head of the top-(k+1), whatever the ties.
-    """
+    """scores [N] -> the indices of the k best above 0: score descending, then index ascending; so every top-k is the head of the top-(k+1)."""
     floor = reached(scores, k)
     hits = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)      # [hits], index ascending
     if k < len(hits):                                              # keep all that tie with the k-th, then sort only these
@@ -82,8 +76,8 @@ def top_k(scores, k: int):
 def sort_block(terms: list[int], lengths, first: int) -> tuple[np.ndarray, ...]:
     """Postings of n documents, numbered from `first` on, that hold lengths [n] of the tokens terms [m].
 
-    -> words [v] ascending; starts [v + 1]: words[i] owns postings starts[i] : starts[i + 1]; docs [p], ascending for
-    each word; tf [p]. A posting takes six bytes (eight if a word stands more than 65,535 times in one document).
+    -> words [v] ascending; starts [v + 1]: words[i] owns postings starts[i] : starts[i + 1]; docs [p], ascending for each word; tf [p].
+    A posting takes six bytes (eight if a word stands more than 65,535 times in one document).
     """
     # One number for each token, term and document: sorting and counting these gives the postings by term.
     cells = np.array(terms, np.int64) << 32 | np.repeat(np.arange(first, first + len(lengths)), lengths)      # [m]
@@ -131,10 +125,7 @@ def opened(block) -> tuple[np.ndarray, ...]:
 
 
 def merge_blocks(blocks: list, indptr, size: int) -> Iterator[tuple]:
-    """The postings of all blocks by term -> (t0, t1, docs, tf), those of terms t0 : t1, range after range.
-
-    A range has `size` postings at most, or a single term.
-    """
+    """The postings of all blocks by term -> (t0, t1, docs, tf), those of terms t0 : t1, range after range, of `size` postings at most or one term."""
     t0, V = 0, len(indptr) - 1
     while t0 < V:
         t1 = max(t0 + 1, int(np.searchsorted(indptr, indptr[t0] + size, "right")) - 1)
@@ -153,9 +144,9 @@ def merge_blocks(blocks: list, indptr, size: int) -> Iterator[tuple]:
 class BM25:
     """score(q, d) = sum over the words t of q of idf(t) * tf_part(t, d), a word that stands twice in q counting twice.
 
-    Empty documents count in N and in the average length avgdl. `texts` is read once, in order, in blocks of `block`
-    tokens; no score depends on that size. folder: build the index there, holding one block in memory (and the vocabulary,
-    and eight bytes a document); it needs 14 bytes of disk a posting, of which 8 stay.
+    Empty documents count in N and in the average length avgdl. `texts` is read once, in order, in blocks of `block` tokens; no score depends
+    on that size. folder: build the index there, holding one block in memory (and the vocabulary, and eight bytes a document); it needs 14
+    bytes of disk a posting, of which 8 stay.
     """
     ARRAYS = ("indptr", "docs", "scores")
     VOCABULARY = "vocabulary.json"
@@ -181,11 +172,8 @@ class BM25:
                     bar.update(len(docs))
 
         if folder is None:
-            self.docs, self.scores = np.empty(self.indptr[-1], np.int32), np.empty(self.indptr[-1], np.float32)    # [P]
-            end = 0
-            for docs, scores in scored():
-                start, end = end, end + len(docs)
-                self.docs[start:end], self.scores[start:end] = docs, scores
+            none = np.empty(0, np.int32), np.empty(0, np.float32)
+            self.docs, self.scores = map(np.concatenate, zip(none, *scored()))     # [P], [P]
         else:
             self.write(folder, scored())
             self.map(folder)
@@ -212,8 +200,8 @@ class BM25:
     def contenders(self, rows: list[tuple], k: int) -> np.ndarray | None:
         """Documents, ascending, that the k best are among, if the query's rarer words alone tell so; else None: all. (Speed only.)
 
-        A word in more than a quarter of the documents has a long row, and brings none of them more than its idf: who is
-        behind the k-th best by more than all such words together stays behind (MaxScore, Turtle & Flood 1995).
+        A word in more than a quarter of the documents has a long row, and brings none of them more than its idf: who is behind the k-th best
+        by more than all such words together stays behind (MaxScore, Turtle & Flood 1995).
         """
         df = np.array([len(docs) for docs, _ in rows])
         often = df > self.N / 4
@@ -260,23 +248,20 @@ class BM25:
             saved = json.loads((folder / cls.VOCABULARY).read_text())
             index.N, index.vocabulary = saved["documents"], {term: t for t, term in enumerate(saved["terms"])}
             index.map(folder)
-            whole = (len(index.indptr) == len(index.vocabulary) + 1
-                     and index.indptr[-1] == len(index.docs) == len(index.scores))
+            if not (len(index.indptr) == len(index.vocabulary) + 1 and index.indptr[-1] == len(index.docs) == len(index.scores)):
+                raise ValueError
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(f"There is no whole BM25 index in {folder}: {Path(error.filename).name} is missing; "
                                     "build the index and save() it there.") from None
         except (ValueError, TypeError, KeyError, EOFError):        # what broken JSON and broken .npy files raise
-            whole = False
-        if not whole:
-            raise ValueError(f"The BM25 index in {folder} is damaged: build it again and save() it there.")
+            raise ValueError(f"The BM25 index in {folder} is damaged: build it again and save() it there.") from None
         return index
 
 
 # ---------------------------------------------------------------------------------------------------------- tools
 def title_and_text(document, i: int) -> tuple[str, str]:
     """Of document i, checked where it is read, so that a large corpus need not be read through to be used."""
-    if not (isinstance(document, dict)
-            and isinstance(document.get("title"), str) and isinstance(document.get("text"), str)):
+    if not (isinstance(document, dict) and isinstance(document.get("title"), str) and isinstance(document.get("text"), str)):
         raise ValueError(f"Document {i} must be a dict with a string 'title' and a string 'text', not {document!r:.80}.")
     return document["title"], document["text"]
 
@@ -321,20 +306,14 @@ class Retriever:
         self.max_doc_chars, self.page_chars, self.max_pages = max_doc_chars, page_chars, max_pages
         self.index = index or BM25(texts_of(documents))
         if self.index.N != len(documents):
-            raise ValueError(f"The index holds {self.index.N} documents, but {len(documents)} were given: "
-                             "build it from these documents.")
+            raise ValueError(f"The index holds {self.index.N} documents, but {len(documents)} were given: build it from these documents.")
         if names is not None:
             self.names = names
 
     def search(self, query: str, k: int = 5) -> str:
-        """What goes inside <information>: the k best documents, numbered, or a sentence that there is none.
-
-        Each text is cut before the results are put together: a long document never costs the next one its place.
-        """
-        results = []
-        for rank, (i, _) in enumerate(self.index.search(query, k), 1):
-            title, text = title_and_text(self.documents[i], i)
-            results.append(f"[{rank}] {title[:self.max_doc_chars]}: {text[:self.max_doc_chars]}")
+        """What goes inside <information>: the k best documents, numbered, each cut by itself, or a sentence that there is none."""
+        found, cut = (title_and_text(self.documents[i], i) for i, _ in self.index.search(query, k)), self.max_doc_chars
+        results = (f"[{rank}] {title[:cut]}: {text[:cut]}" for rank, (title, text) in enumerate(found, 1))
         return "\n".join(results) or f'No results for "{query.strip()}".'
 
     @cached_property
@@ -343,14 +322,11 @@ class Retriever:
         return np.sort(np.fromiter(chain.from_iterable(entries), np.uint64))
 
     def find(self, name: str) -> int | None:
-        """The document of this title, else of this id, else the same with case and white space ignored: each time the first.
-
-        The table of names says which documents may be meant; they are asked themselves.
-        """
+        """The document of this title, else of this id, else the same with case and white space ignored: each time the first."""
         names, low, folded = np.asarray(self.names), hashed(name), fold(name)
         start, end = names.searchsorted(np.uint64(low)), names.searchsorted(np.uint64(low | 0xFFFFFFFF), "right")
         best, rank_of_best = None, 4
-        for i in (names[start:end] & np.uint64(0xFFFFFFFF)).tolist():      # ascending
+        for i in (names[start:end] & np.uint64(0xFFFFFFFF)).tolist():      # ascending: those that may be meant, and are asked themselves
             title, ident = title_and_text(self.documents[i], i)[0], identifier(self.documents[i])
             rank = (title == name, ident == name, fold(title) == folded, fold(ident) == folded, True).index(True)
             if rank < rank_of_best:
@@ -362,11 +338,9 @@ class Retriever:
     def access(self, name: str) -> list[str]:
         """The pages of the document with this title or id; [] if there is none.
 
-        As written, else with case and white space ignored. Of several documents with one title the first in the corpus
-        is read, and the others by their ids. A document without text has one page: its title.
+        Of several documents with one title the first in the corpus is read, and the others by their ids. One without text has one page: its title.
         """
-        i = self.find(name) if name.strip() else None
-        if i is None:
+        if not name.strip() or (i := self.find(name)) is None:
             return []
         title, text = title_and_text(self.documents[i], i)
         text = text if text.strip() else title

@@ -297,7 +297,7 @@ def main(argv: list[str]) -> None:
         print(f"\nOne of the last step's trajectories:\n{show(tokenizer, shown)}")
     if o.eval_questions:
         print_table(result)
-    print(f"{result['seconds']} s; everything is in {out}")
+    print(f"{result['seconds']} s; everything is in {out}, the weights in {out / ('cold_start' if o.sft_only else 'model')}")
 
 
 if __name__ == "__main__":
