@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -32,20 +33,26 @@ FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 
 # ---- attention and layout ----
 
-def attend(q, k, v, mask, scale: float):
-    """[n,G·H,S,D] queries on [n,H,K,D] keys and values -> [n,S,G·H·D]. mask: additive, [S,K] or [n,1,S,K]. None: causal if K = S, and one
-    query sees all. Of one query the G heads are taken as G queries of one key head, so that its keys are read once."""
+def attend(q, history, mask, scale: float):
+    """q [n,G·H,S,D] on segments of keys and values [2,n,H,K_i,D], K in all -> [n,S,G·H·D]. mask: additive, [S,K] or [n,1,S,K]. None: causal
+    if K = S, and one query sees all. Several segments are joined, a copy, for many queries; one query takes two products a segment."""
     n, heads, S, D = q.shape
-    if S == 1:
-        out = F.scaled_dot_product_attention(q.reshape(n, k.shape[1], -1, D), k, v, attn_mask=mask, scale=scale)
+    if S == 1:                                                 # G heads are G queries of one key head, so that its keys are read once
+        q = q.reshape(n, history[0][0].shape[1], -1, D)
+    if S == 1 and len(history) > 1:
+        scores = torch.cat([k @ (q * scale).mT for k, _ in history], 2).mT            # [n,H,G,K]
+        scores = scores if mask is None else scores + mask
+        weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype).split([k.shape[2] for k, _ in history], -1)
+        out = sum(w @ v for w, (_, v) in zip(weights, history))
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        k, v = torch.cat(history, 3) if len(history) > 1 else history[0]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S > 1, scale=scale, enable_gqa=S > 1)
     return out.reshape(n, heads, S, D).transpose(1, 2).flatten(2)
 
 
 def unpack(input_ids, attention_mask=None, document_ids=None):
-    """[B,T] -> the documents as sequences of their own, longest first: ids [R,T'], lengths [R], and where each of the N real
-    tokens went (real [B,T], row [N], position [N]). Positions count a document's real tokens, so padding moves no boundary."""
+    """[B,T] -> the documents as sequences of their own, longest first: ids [R,T'], lengths [R], and where each of the N real tokens went (real
+    [B,T], row [N], position [N]). Positions count a document's real tokens, so padding moves no boundary. ValueError: a mask with a hole."""
     for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
         if given is not None and given.shape != input_ids.shape:
             raise ValueError(f"{name} has shape {list(given.shape)}; give it the shape of input_ids, {list(input_ids.shape)}")
@@ -65,12 +72,11 @@ def unpack(input_ids, attention_mask=None, document_ids=None):
 
 
 class ChunkCache:
-    """Keys and values of B rows: every layer's own for the current and the previous chunk, and the last layer's for all older ones.
+    """Keys and values of B rows: every layer's own of the current chunk and blend of the previous one, and the last layer's of all older ones.
 
-    (Of the previous chunk it is the blend that is kept.) A row whose newest token lies in chunk c has old = (c − 1)·C older tokens (0 in the first two chunks). Position p < old lies in
+    A row whose newest token lies in chunk c has old = (c − 1)·C older tokens (0 in the first two chunks). Position p < old lies in
     slot p of the store, last layer only; position p ≥ old lies in slot p − old of every layer's `near`. So what a slot holds follows
-    from the row's length, never from the order of writing. Behind the store lie 2C slots of scratch, where a layer's near part is
-    put so that the attention reads one contiguous tensor. Memory grows with use, up to `max_length` tokens a row.
+    from the row's length, never from the order of writing. Memory grows with use, up to `max_length` tokens a row.
     """
 
     def __init__(self, policy: "LastKV", batch_size: int, max_length: int):
@@ -91,21 +97,16 @@ class ChunkCache:
         M, W = int(self.old.max()), int((end - self.old).max())                       # store and near slots in use
         if W > (size := self.near.shape[4]):
             self.near = F.pad(self.near, (0, 0, 0, min(max(W, 64, 3 * size // 2), 2 * C, self.max_length) - size))
-        if M and M + 2 * C > self.store.shape[4]:
-            self.store = F.pad(self.store, (0, 0, 0, M + 2 * C - self.store.shape[4]))
+        if M > self.store.shape[4]:
+            self.store = F.pad(self.store, (0, 0, 0, M - self.store.shape[4]))
         complete = torch.where((take > 0) & (begin % C == 0), begin // C, 0)          # [n] chunks, where one has just been filled
-        for c in set(complete.tolist()) - {0}:
-            self.commit((start + (complete == c).nonzero()[:, 0]).to(self.near.device), c - 1, alpha)
-        self.M, self.W, self.own = M, W, self.near[:, :, rows, :, :W]
-        self.scratch, self.whole = self.store[:, 0, rows, :, M:M + W], self.store[:, 0, rows, :, :M + W]
-
-    def commit(self, b: torch.Tensor, c: int, alpha: torch.Tensor) -> None:
-        """Rows b have filled chunk c: it becomes the previous one, (1 − α)·K^l + α·K^L, and of chunk c − 1 only K^L stays."""
-        C = self.C
-        if c:
-            self.store[:, 0, b, :, (c - 1) * C:c * C] = self.near[:, -1, b, :, :C]
-        own = self.near[:, :, b, :, min(c, 1) * C:min(c, 1) * C + C]                  # [2,L,b,H,C,D]
-        self.near[:, :, b, :, :C] = torch.lerp(own, own[:, -1:], alpha)
+        for c in set(complete.tolist()) - {0}:                 # chunk c − 1 becomes the previous one, blended; of chunk c − 2 only K^L stays
+            b = (start + (complete == c).nonzero()[:, 0]).to(self.near.device)
+            if c > 1:
+                self.store[:, 0, b, :, (c - 2) * C:(c - 1) * C] = self.near[:, -1, b, :, :C]
+            own = self.near[:, :, b, :, C * (c > 1):C * (c > 1) + C]                  # [2,L,b,H,C,D]
+            self.near[:, :, b, :, :C] = torch.lerp(own, own[:, -1:], alpha)
+        self.M, self.W, self.rows = M, W, rows
 
     def mask(self, position: torch.Tensor) -> torch.Tensor | None:
         """What the queries at position [n,S] of the open rows see: additive [n,1,S,M+W]; one for all rows if they stand alike, and
@@ -119,12 +120,10 @@ class ChunkCache:
         sees = torch.where(slot < self.M, slot < old, old + slot - self.M <= t)       # [n,S,M+W]
         return torch.zeros(sees.shape, dtype=self.near.dtype).masked_fill_(~sees, -torch.inf).to(self.near.device)[:, None]
 
-    def read(self, l: int) -> torch.Tensor:
-        """[2,n,H,M+W,D]: keys and values that layer l sees in the open rows."""
-        if not self.M:
-            return self.own[:, l]
-        self.scratch.copy_(self.own[:, l])
-        return self.whole
+    def read(self, l: int) -> list[torch.Tensor]:
+        """Keys and values that layer l sees in the open rows: [2,n,H,M,D] of the store, if there are any, and [2,n,H,W,D]."""
+        near = self.near[:, l, self.rows, :, :self.W]
+        return [self.store[:, 0, self.rows, :, :self.M], near] if self.M else [near]
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
@@ -157,6 +156,7 @@ class LastKV(Policy):
             raise ValueError(f"chunk_size is {chunk_size}; give a whole number of tokens, at least 1")
         super().__init__(model)
         attention, config, self.C = model.model.layers[0].self_attn, model.config, int(chunk_size)
+        self.setting = {"chunk_size": self.C}
         if getattr(config, "use_sliding_window", False) and config.max_window_layers < config.num_hidden_layers:
             raise ValueError("LastKV reads all history but this model has sliding windows; set use_sliding_window=False in its config")
         if model.model.rotary_emb.rope_type in ("dynamic", "longrope"):
@@ -169,8 +169,7 @@ class LastKV(Policy):
         else:
             self.fixed_alpha = torch.as_tensor(alpha)
             if self.fixed_alpha.shape != (self.L, self.H):
-                raise ValueError(f"alpha has shape {list(self.fixed_alpha.shape)}; give a number for each of {self.L} layers and {self.H} "
-                                 f"key/value heads, [{self.L}, {self.H}]")
+                raise ValueError(f"alpha has shape {list(self.fixed_alpha.shape)}; give one for each layer and key/value head, {[self.L, self.H]}")
             if not bool(((self.fixed_alpha >= 0) & (self.fixed_alpha <= 1)).all()):
                 raise ValueError("alpha has values outside [0, 1]; give each layer and key/value head a number between 0 and 1")
 
@@ -182,17 +181,13 @@ class LastKV(Policy):
     def parameters(self) -> list[torch.nn.Parameter]:
         return super().parameters() + ([] if self.alpha_logit is None else [self.alpha_logit])
 
-    @property
-    def setting(self) -> dict[str, int]:
-        return {"chunk_size": self.C}
-
     def extra(self) -> dict[str, torch.Tensor]:
-        """α under its name, learned or fixed."""
-        return {"alpha": self.fixed_alpha} if self.alpha_logit is None else {"alpha_logit": self.alpha_logit.data}
+        """α, learned or fixed: neither is loaded as the other."""
+        return {"fixed_alpha": self.fixed_alpha} if self.alpha_logit is None else {"alpha_logit": self.alpha_logit.data}
 
     def layers(self, x, position, mask, read):
-        """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v) puts layer l's history in front of its new
-        keys and values [n,H,S,D]: in `read` alone replay and decode differ."""
+        """x [n,S,E] at position [n or 1,S] through all layers -> [n,S,E]. read(l, k, v): layer l's new keys and values
+        [n,H,S,D] -> the segments of all that it sees. In `read` alone replay and decode differ."""
         body, rest = self.model.model, self.rest_of_layer
         if self.checkpoints():                                 # the greater part: `read` keeps the history, which later chunks need anyway
             rest = partial(checkpoint, rest, use_reentrant=False, preserve_rng_state=False)
@@ -201,12 +196,12 @@ class LastKV(Policy):
             a, y = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (f(y).unflatten(-1, (-1, self.D)).transpose(1, 2) for f in (a.q_proj, a.k_proj, a.v_proj))
             q, k = self.rotate(q, k, *rope)
-            x = rest(layer, x, q, *read(l, k, v), mask)
+            x = rest(layer, x, q, read(l, k, v), mask)
         return body.norm(x)
 
-    def rest_of_layer(self, layer, x, q, k, v, mask):
-        """A layer from its attention on: x [n,S,E], q [n,G·H,S,D], all keys and values it sees [n,H,K,D] -> [n,S,E]."""
-        x = x + layer.self_attn.o_proj(attend(q, k, v, mask, layer.self_attn.scaling))
+    def rest_of_layer(self, layer, x, q, history, mask):
+        """A layer from its attention on: x [n,S,E], q and history as `attend` takes them -> [n,S,E]."""
+        x = x + layer.self_attn.o_proj(attend(q, history, mask, layer.self_attn.scaling))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def gates(self) -> torch.Tensor:
@@ -217,8 +212,8 @@ class LastKV(Policy):
         """[B,T] -> last hidden states [B,T,E] (0 at padding): ⌈T/C⌉ chunks in order, each in parallel, gradients through all of them.
 
         document_ids: a change of id starts a document of its own. Two approximations keep the values and lose gradient:
-        detach_history=True: a loss sends none through the keys and values of earlier chunks. keep_chunks=j: the graph is cut
-        at every j-th boundary, so a loss reaches its own chunk and those since the last cut, at most j; 1 is detach_history.
+        detach_history=True: a loss sends none through the keys and values of earlier chunks. keep_chunks=j: truncated back-propagation
+        in segments of j chunks: the graph is cut at every j-th boundary, and a loss reaches back to the last cut; 1 is detach_history.
         """
         if keep_chunks is not None and keep_chunks < 1:
             raise ValueError(f"keep_chunks is {keep_chunks}; give at least 1, the chunk itself, or None for the whole recurrence")
@@ -239,7 +234,7 @@ class LastKV(Policy):
 
             def read(l, k, v):
                 own.append(torch.stack((k, v)))                                       # [2,n,H,S,D]
-                return torch.cat((*older, torch.lerp(before[l], before[-1], alpha[l]), own[l]), 3) if c else own[l]
+                return [*older, torch.lerp(before[l], before[-1], alpha[l]), own[l]] if c else own[l:]
 
             blocks.append(F.pad(self.layers(x, at[None], mask, read), (0, 0, 0, 0, 0, R - n)))    # [R,S,E]
             older += before[-1:]
@@ -275,7 +270,7 @@ class LastKV(Policy):
             def read(l, k, v):
                 for near, new in zip(cache.near[:, l], (k, v)):
                     near[row, :, slot] = new[b, :, s]
-                return (k, v) if fresh else cache.read(l)
+                return [(k, v)] if fresh else cache.read(l)
 
             x = self.layers(embed(input_ids.gather(1, piece)), at, mask, read)        # [n,S,E]
             newest = x[torch.arange(n, device=self.device), (end - 1).clamp(min=0)]   # [n,E]
@@ -296,7 +291,7 @@ class LastKV(Policy):
                 own[l] = torch.cat((own[l], torch.stack((k, v))), 3)                  # [2,B,H,t+1,D]
                 top = F.pad(own[-1], (0, 0, 0, t + 1 - own[-1].shape[3]))             # K^L at t is not there yet, and not read
                 older = torch.where(at // self.C == t // self.C - 1, torch.lerp(own[l], top, alpha[l]), top)
-                return torch.where(at // self.C == t // self.C, own[l], older)
+                return [torch.where(at // self.C == t // self.C, own[l], older)]
 
             mask = torch.zeros(1, t + 1, dtype=self.dtype, device=self.device)
             states.append(self.layers(embed(input_ids[:, t:t + 1]), at[None, t], mask, read))
@@ -305,6 +300,11 @@ class LastKV(Policy):
 
 # ---- the rules it is compared with ----
 
+def check_rounds(rounds: int) -> None:
+    if rounds < 0:
+        raise ValueError(f"rounds is {rounds}; give the number of parallel refinement rounds, at least 0")
+
+
 def toy(x: torch.Tensor, rho: float, rounds: int | None = None) -> torch.Tensor:
     """h_t = x_t + ρ·h_{t−1} on x [T]: serially, or in `rounds` parallel Jacobi rounds h^k_t = x_t + ρ·h^{k−1}_{t−1} from h^0 = x."""
     if rounds is None:
@@ -312,6 +312,7 @@ def toy(x: torch.Tensor, rho: float, rounds: int | None = None) -> torch.Tensor:
         for t in range(1, len(x)):
             h.append(x[t] + rho * h[-1])
         return torch.stack(h)
+    check_rounds(rounds)
     h = x
     for _ in range(rounds):
         h = x + rho * F.pad(h[:-1], (1, 0))
@@ -346,8 +347,7 @@ class Feedback(Policy):
     branch_logprobs = None                                     # what a token is fed back depends on the whole pass: scored row by row
 
     def __init__(self, model, rounds: int = 1, strength: float = 0.5, seed: int = 0):
-        if rounds < 0:
-            raise ValueError(f"rounds is {rounds}; give the number of parallel refinement rounds, at least 0")
+        check_rounds(rounds)
         super().__init__(model)
         self.rounds, embed, E = rounds, model.get_input_embeddings().weight, model.config.hidden_size
         self.W = torch.nn.Linear(E, E, bias=False, dtype=embed.dtype)
@@ -372,8 +372,7 @@ class Feedback(Policy):
 
     def hidden(self, input_ids, attention_mask=None, rounds: int | None = None) -> torch.Tensor:
         """[B,T] -> last hidden states after `rounds` Jacobi rounds over the whole sequence, [B,T,E]."""
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-        position = (real.cumsum(1) - 1).clamp(min=0)
+        position = (unpack(input_ids, attention_mask)[2].cumsum(1) - 1).clamp(min=0)
         where = dict(attention_mask=attention_mask, position_ids=position)
         x = self.refined(self.model.get_input_embeddings()(input_ids), self.rounds if rounds is None else rounds, (position > 0)[..., None], **where)
         return self.states(inputs_embeds=x, **where)
@@ -392,14 +391,13 @@ class Feedback(Policy):
 
     def _step(self, input_ids, lengths, cache, start):
         rows = slice(start, start + len(lengths))
-        first = cache.length[rows] == 0
-        x = self.model.get_input_embeddings()(input_ids.to(self.device))              # [n,S,E]
-        prefill = bool(first.all())
-        if bool(first.any()) and not prefill:
+        first, S = cache.length[rows] == 0, int(lengths.max())
+        if (prefill := bool(first.any())) and not bool(first.all()):
             raise ValueError("some rows are empty and others are not; feed the first tokens of all rows in one step: they are prefilled together")
+        x = self.model.get_input_embeddings()(input_ids[:, :S].to(self.device))       # [n,S,E]
         if prefill:
-            x = self.refined(x[:, :int(lengths.max())], self.rounds)
-        for s in range(1 if prefill else int(lengths.max())):                         # a prompt at once, anything else token by token
+            x = self.refined(x, self.rounds)
+        for s in range(1 if prefill else S):                # a prompt at once, anything else token by token
             take = lengths if prefill else (lengths > s).long()                       # [n]
             now = x if prefill else x[:, s:s + 1] + self.W(cache.state[rows])[:, None]
             h = self.extend(cache, start, take, inputs_embeds=now)    # [n,S,E]
@@ -411,13 +409,14 @@ class Feedback(Policy):
 
 def under_rule(policy: Policy, rule: str, chunk_size: int, rounds: int, folder=None) -> Policy:
     """The same model under an execution rule: full (as it is), lastkv, feedback; with the α or W that `folder` holds, if any."""
-    for other in {"lastkv", "feedback"} - {rule}:
-        if folder and (Path(folder) / f"{other}.safetensors").exists():
-            raise ValueError(f"{folder} was trained with --policy {other}; give that, or remove its {other}.safetensors to drop what it learned")
-    if rule == "full":
-        return policy
-    policy = LastKV(policy.model, chunk_size) if rule == "lastkv" else Feedback(policy.model, rounds)
-    if folder and (Path(folder) / f"{rule}.safetensors").exists():
+    make = {"full": lambda: policy, "lastkv": lambda: LastKV(policy.model, chunk_size), "feedback": lambda: Feedback(policy.model, rounds)}
+    if rule not in make:
+        raise ValueError(f"there is no rule {rule!r}; give one of {', '.join(make)}")
+    held = [other for other in make if folder and (Path(folder) / f"{other}.safetensors").exists()]
+    for other in {*held} - {rule}:
+        raise ValueError(f"{folder} was trained with --policy {other}; give that, or remove its {other}.safetensors to drop what it learned")
+    policy = make[rule]()
+    if held:
         policy.load(folder)
     return policy
 
@@ -436,94 +435,84 @@ def sample(policy, prompt, steps: int, generator):
 
 
 def cache_bytes(policy, N: int) -> int:
-    """Measured: what the cache of one row holds after N tokens."""
-    cache = policy.new_cache(1, N)
-    policy.step(torch.zeros(1, N, dtype=torch.long), [N], cache)
+    """What the cache of one row takes after N tokens. LastKV's is made to that size; another's is K and V of all layers, and feedback's state."""
+    cache, model = policy.new_cache(1, N), policy.model
     if isinstance(cache, ChunkCache):
+        for end in (min(N, 2 * cache.C), N):                   # what it grows to by use
+            cache.open(0, torch.tensor([end]), policy.gates())
         return cache.bytes()
-    return sum(t.nbytes for t in cache.keys + cache.values) + (cache.state.nbytes if isinstance(cache, FeedbackCache) else 0)
+    width = sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)  # H·D of all layers
+    return 2 * N * width * model.dtype.itemsize + (cache.state.nbytes if isinstance(cache, FeedbackCache) else 0)
 
 
 def rules(model, C: int, P: int, steps: int):
     """(name, policy that samples, replay, the serial execution that its gradient is held to, sequential stages of the replay)."""
-    plain, lastkv, whole, feedback = Policy(model), LastKV(model, C), LastKV(model, P + steps), [Feedback(model, K) for K in (1, 4, 16)]
-    exact = Feedback(model, P)                                 # so many rounds make the prompt's prefill serial, too
-
-    def hybrid(policy):
-        return lambda ids: policy.serial(ids, P)
-
-    def truncated(**option):
-        return lambda ids: lastkv.hidden(ids, **option)
-
-    chunks = -(-(P + steps) // C)
+    plain, lastkv, whole, feedback = Policy(model), LastKV(model, C), LastKV(model, P + steps), [Feedback(model, K) for K in (1, 4, 16, P)]
+    hybrid, chunks = {f: partial(f.serial, prompt=P) for f in feedback}, -(-(P + steps) // C)
+    exact = feedback.pop()                                     # so many rounds make the prompt's prefill serial, too
     return [("ordinary transformer", plain, plain.hidden, whole.definition, 1),
-            *[(f"feedback, K = {f.rounds}", f, f.hidden, hybrid(f), f.rounds + 1) for f in feedback],
-            (f"feedback, exact hybrid, K = {P}", exact, hybrid(exact), lambda ids: exact.hidden(ids, rounds=P + steps), P + 1 + steps),
+            *[(f"feedback, K = {f.rounds}", f, f.hidden, hybrid[f], f.rounds + 1) for f in feedback],
+            *[(f"feedback, exact hybrid, K = {f.rounds}", f, hybrid[f], serial, f.rounds + 1 + steps)
+              for f, serial in ((feedback[0], hybrid[feedback[0]]), (exact, partial(exact.hidden, rounds=P + steps)))],
             (f"LastKV, C = {C}", lastkv, lastkv.hidden, lastkv.definition, chunks),
-            ("LastKV, keep_chunks = 2", lastkv, truncated(keep_chunks=2), lastkv.definition, chunks),
-            ("LastKV, detach_history", lastkv, truncated(detach_history=True), lastkv.definition, chunks)]
+            ("LastKV, keep_chunks = 2", lastkv, partial(lastkv.hidden, keep_chunks=2), lastkv.definition, chunks),
+            ("LastKV, detach_history", lastkv, partial(lastkv.hidden, detach_history=True), lastkv.definition, chunks)]
 
 
-def gradient(value, weights) -> torch.Tensor:
-    """∇ of one number by all of `weights`, as one vector."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(value, weights, retain_graph=True)])
+def show(title: str, *rows) -> None:
+    """Print a table; its first row is the head."""
+    print(f"\n{title}")
+    for name, *cells in rows:
+        print(f"{name:31}" + "".join(f"{x:>19.1e}" if isinstance(x, float) else f"{x:>19,}" if isinstance(x, int) else f"{x:>19}" for x in cells))
 
 
-def compare(model, C: int, steps: int, N: int) -> None:
+def compare(model, C: int, steps: int, N: int = 4096) -> None:
     """The table: every replay p against its own rollout μ, and its gradient against autograd through the serial execution. Then, at
     one prefix, E_μ[R·∇log p] = E_μ[R]·E_μ[∇log p] + Cov_μ(R, ∇log p), where E_μ[f·∇log p] = ∇ Σ_a μ(a)·f(a)·log p(a) over all tokens."""
     B, P, weights, V = 4, 3 * C // 2, list(model.model.layers[0].parameters()), model.config.vocab_size
     generator = torch.Generator(model.device).manual_seed(0)
-    prompt, R = (f(*x, generator=generator, device=model.device) for f, x in ((torch.randint, (V, (B, P))), (torch.rand, (V,))))
-    runs, truth, identity = {}, {}, []
-    print(f"{B} rows of {P} prompt and {steps} sampled tokens; cache of one row at N = {N}; gradient: of layer 0, against autograd through "
-          "the\nserial execution\n"
-          f"\n{'replay':30}{'mean KL':>10}{'max |log ratio|':>17}{'stages':>8}{'cache bytes':>13}{'gradient error':>16}")
-    for name, policy, replay, serial, stages in rules(model, C, P, steps):
+    prompt = torch.randint(V, (B, P), generator=generator, device=model.device)
+    R = torch.rand(V, generator=generator, device=model.device).double()              # [V] a reward for each token
+    runs, truth, table, identity = {}, {}, [], []
+    for name, policy, replay, serial, stages in tqdm(rules(model, C, P, steps), leave=False):
         if policy not in runs:
-            runs[policy] = *sample(policy, prompt, steps, generator), cache_bytes(policy, N)
-        ids, mu, held = runs[policy]                                                  # [B,T], [B,steps,V]
+            runs[policy] = sample(policy, prompt, steps, generator)
+        ids, mu = runs[policy]                                                        # [B,T], [B,steps,V]
         m = mu[0, -1].exp()                                                           # [V] one prefix: row 0 before its last token
 
-        def logp(h):
-            return torch.log_softmax(policy.head(h)[:, P - 1:-1].double(), -1)        # [B,steps,V]
-
-        def chosen(logs):
-            return logs.gather(-1, ids[:, P:, None])
-
-        def E(f, logs):
-            return gradient((m * f * logs[0, -1]).sum(), weights)
+        def scored(hidden):
+            """log p [B,steps,V], log p of the sampled tokens, ∇ of their mean, and E_μ[f·∇log p] with f = R, 1, R − E_μ[R]."""
+            logs = torch.log_softmax(policy.head(hidden)[:, P - 1:-1].double(), -1)
+            chosen = logs.gather(-1, ids[:, P:, None])
+            values = chosen.mean(), *((m * f * logs[0, -1]).sum() for f in (R, 1, R - m @ R))
+            return logs, chosen, *(torch.cat([g.flatten() for g in torch.autograd.grad(x, weights, retain_graph=True)]) for x in values)
 
         if serial not in truth:
-            logs = logp(serial(ids))
-            truth[serial] = gradient(chosen(logs).mean(), weights), E(R, logs)
+            truth[serial] = scored(serial(ids))[2:4]
         exact, own = truth[serial]                                                    # own: E_μ[R·∇log μ], the sampler's gradient
-        p = logp(replay(ids))
-        kl, ratio = (mu.exp() * (mu - p)).sum(-1).mean().item(), chosen(p - mu).abs().max().item()
-        error = ((gradient(chosen(p).mean(), weights) - exact).norm() / exact.norm()).item()
-        print(f"{name:30}{kl:10.1e}{ratio:17.1e}{stages:8}{held:13,}{error:16.1e}")
-        whole, mean, cov = E(R, p), E(1, p), E(R - m @ R.double(), p)
-        away = (m @ R.double()) * mean
-        identity.append((name, *((x.norm() / own.norm()).item() for x in (whole - away - cov, mean, away, cov - own))))
-    print("\nthe score identity, exact over all tokens of one prefix, norms in units of the sampler's own gradient |E_μ[R·∇log μ]|\n"
-          f"{'replay':30}{'error':>10}{'|E_μ[∇log p]|':>17}{'centering removes':>20}{'centering leaves':>19}")
-    for name, *x in identity:
-        print(f"{name:30}{x[0]:10.1e}{x[1]:17.1e}{x[2]:20.1e}{x[3]:19.1e}")
+        p, chosen, grad, whole, ones, cov = scored(replay(ids))
+        kl, ratio, away = (mu.exp() * (mu - p)).sum(-1).mean(), (chosen - mu.gather(-1, ids[:, P:, None])).abs().max(), (m @ R) * ones
+        table.append((name, kl.item(), ratio.item(), stages, cache_bytes(policy, N), ((grad - exact).norm() / exact.norm()).item()))
+        identity.append((name, *((x.norm() / own.norm()).item() for x in (whole - away - cov, ones, away, cov - own))))
+    show(f"{B} rows of {P} prompt and {steps} sampled tokens; cache of one row at N = {N}; gradient: of layer 0, against the serial execution's",
+         ("replay", "mean KL", "max |log ratio|", "stages", "cache bytes", "gradient error"), *table)
+    show("the score identity, exact over all tokens of one prefix, norms in units of the sampler's own gradient |E_μ[R·∇log μ]|",
+         ("replay", "error", "|E_μ[∇log p]|", "centering removes", "centering leaves"), *identity)
 
 
 @torch.no_grad()
 def boundaries(model, C: int) -> None:
     """Decode against replay, whole distributions: a prompt that ends around a boundary, commits, blending, a tool result fed at once."""
-    generator, shape = torch.Generator(model.device).manual_seed(1), LastKV(model).alpha.shape
-    print("\ndecode against replay; and, for scale, LastKV against the ordinary rule\n"
-          f"{'prompt':>6}{'alpha':>7}{'commits':>9}{'tool result':>13}{'max |Δ log p|':>15}{'to the ordinary':>17}")
+    generator, shape, table = torch.Generator(model.device).manual_seed(1), LastKV(model).alpha.shape, []
     for P, alpha in ((C - 1, 0.5), (C, 0.5), (C + 1, 0.5), (3 * C // 2, 0.5), (3 * C // 2, 0.0), (3 * C // 2, 1.0)):
         policy, pieces = LastKV(model, C, torch.full(shape, alpha)), [P, *[1] * C, 3 * C // 2, *[1] * (C // 2)]
         ids = torch.randint(model.config.vocab_size, (1, sum(pieces)), generator=generator, device=model.device)
         cache, at = policy.new_cache(1, sum(pieces)), torch.tensor(pieces).cumsum(0) - 1
         mu = torch.cat([policy.step(piece, [piece.shape[1]], cache) for piece in ids.split(pieces, 1)]).log_softmax(-1)
         p, plain = (f.replay(ids)[0, at].log_softmax(-1) for f in (policy, Policy(model)))
-        print(f"{P:6}{alpha:7}{(sum(pieces) - 1) // C:9}{3 * C // 2:13}{(mu - p).abs().max().item():15.1e}{(plain - p).abs().max().item():17.1e}")
+        table.append((f"prompt {P}, α {alpha}", (sum(pieces) - 1) // C, 3 * C // 2, *((x - p).abs().max().item() for x in (mu, plain))))
+    show("decode against replay; and, for scale, LastKV against the ordinary rule",
+         ("", "commits", "tool result", "max |Δ log p|", "to the ordinary"), *table)
 
 
 def main() -> None:
@@ -535,11 +524,12 @@ def main() -> None:
     model = load_policy(name)[0].model if name else Qwen2ForCausalLM(Qwen2Config(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=8192, initializer_range=0.05))
-    print(f"toy h_t = x_t + ρ·h_(t−1), x = 1, ρ = 0.5: serial {toy(torch.ones(4), 0.5).tolist()}, initialisation and one round "
-          f"{toy(torch.ones(4), 0.5, 1).tolist()}, T − 1 rounds {toy(torch.ones(4), 0.5, 3).tolist()}\n")
+    serial, one, all_but_one = (toy(torch.ones(4), 0.5, rounds).tolist() for rounds in (None, 1, 3))
+    print(f"toy h_t = x_t + ρ·h_(t−1), x = 1, ρ = 0.5: serial {serial}, initialisation and one round {one}, T − 1 rounds {all_but_one}")
     LastKV(model)                                              # refuses here what it cannot wrap
-    compare(model, 8 if name else 16, 12 if name else 40, 256 if name else 4096)
-    boundaries(model, 8 if name else 16)
+    C, steps = (8, 12) if name else (16, 40)
+    compare(model, C, steps)
+    boundaries(model, C)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_lastkv_keeps_two_chunks_of_all_layers_and_one_layer_of_the_rest():
     """Keeps out a cache of the ordinary rule where the recurrent one runs. 300 tokens, C = 32: chunk 9 is open, so near holds 2 chunks
     of 2 layers, and the store the 8 chunks before and 2 chunks of scratch."""
     parts = estimate(tiny_model(40).config, options("--policy", "lastkv", "--chunk-size", "32"))
-    assert parts["kv_cache"] == 6 * (2 * 64 + 8 * 32 + 64) * 2 * 2 * 8 * 4 and parts["weights"] == 4 * (P + 2 * 2) + BUFFERS
+    assert parts["kv_cache"] == 6 * (2 * 64 + 8 * 32) * 2 * 2 * 8 * 4 and parts["weights"] == 4 * (P + 2 * 2) + BUFFERS
 
 
 @pytest.mark.parametrize("budget, response, window, expected", [
