@@ -41,9 +41,8 @@ def attend(q, history, mask, scale: float):
         q = q.reshape(n, history[0][0].shape[1], -1, D)
     if S == 1 and len(history) > 1:
         scores = torch.cat([k @ (q * scale).mT for k, _ in history], 2).mT            # [n,H,G,K]
-        scores = scores if mask is None else scores + mask
-        weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype).split([k.shape[2] for k, _ in history], -1)
-        out = sum(w @ v for w, (_, v) in zip(weights, history))
+        weights = (scores if mask is None else scores + mask).softmax(-1)             # of bfloat16, too, torch sums it in float32
+        out = sum(w @ v for w, (_, v) in zip(weights.split([k.shape[2] for k, _ in history], -1), history))
     else:
         k, v = torch.cat(history, 3) if len(history) > 1 else history[0]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and S > 1, scale=scale, enable_gqa=S > 1)

@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from agent_loop import rollout
 from world import world_questions, world_tokenizer
-from lastkv import ChunkCache, Feedback, LastKV, sample, toy
+import lastkv
+from lastkv import ChunkCache, Feedback, LastKV, attend, cache_bytes, sample, toy, under_rule
 from helpers import tiny_model
 from policy import Policy
 
@@ -104,6 +105,29 @@ def test_golden_padding_and_packing(golden):
         close(logits[0, left:left + ids.shape[1]], golden["logits"], 2e-4)
     document = torch.arange(len(golden["doc_lengths"])).repeat_interleave(torch.tensor(golden["doc_lengths"]))[None]
     close(policy.replay(ids, document_ids=document)[0], golden["packed_logits"], 2e-4)
+
+
+# ---- attention ----
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-3)])
+def test_one_query_reads_its_segments_as_if_they_were_joined(dtype, tolerance):
+    """Keeps out a softmax a segment, a segment's values under another's weights, and a mask that is dropped."""
+    torch.manual_seed(0)
+    q, history = torch.randn(3, 4, 1, 8).to(dtype), [torch.randn(2, 3, 2, K, 8).to(dtype) for K in (800, 7, 50)]
+    hides = torch.zeros(3, 1, 1, 857).masked_fill(torch.rand(3, 1, 1, 857) < 0.5, -torch.inf)
+    for mask in (None, hides):
+        k, v = torch.cat(history, 3).double().repeat_interleave(2, 2)
+        weights = (q.double() @ k.mT * 0.3 + (0 if mask is None else mask)).softmax(-1)
+        close(attend(q, history, None if mask is None else mask.to(dtype), 0.3), (weights @ v).transpose(1, 2).flatten(2), tolerance)
+
+
+def test_bfloat16():
+    """Keeps out gates in float32, which no bfloat16 keys can be blended by."""
+    m, ids = model(initializer_range=0.05).bfloat16(), ids_of(1, 14)
+    for policy in (LastKV(m, 4), LastKV(m, 4, alpha_of())):
+        assert policy.gates().dtype == torch.bfloat16
+        for _, t, logits in decode(policy, ids, [[5, 1, 1, 6, 1]]):
+            close(logits, policy.replay(ids)[0, t - 1], 1e-2)
 
 
 # ---- replay ----
@@ -270,7 +294,11 @@ def test_cache_size_and_growth():
     for t in range(0, N, 8):
         policy.step(ids[:, t:t + 8], [8, 8], cache)
         assert cache.bytes() <= token * (2 * C * L + (t + 8 + C - 1) // C * C)         # whole chunks
-    assert cache.near.shape[4] == 2 * C and cache.bytes() <= token * (2 * C * L + N)
+    assert cache.near.shape[4] == 2 * C and cache.bytes() == 2 * cache_bytes(policy, N) == token * (2 * C * L + N - 2 * C)
+    plain = Policy(m).new_cache(1, N)
+    Policy(m).step(ids[:1], [N], plain)
+    assert sum(t.nbytes for t in plain.keys + plain.values) == cache_bytes(Policy(m), N) == token // 2 * N * L
+    assert cache_bytes(Feedback(m), N) == token // 2 * N * L + 32 * 4
 
 
 # ---- gradients ----
@@ -360,6 +388,9 @@ def test_alpha_is_saved_and_loaded(tmp_path):
     for wrong, folder in ((LastKV(m, 5), tmp_path), (fixed, tmp_path), (policy, tmp_path / "fixed"), (policy, tmp_path / "none")):
         with pytest.raises(ValueError, match="build the policy as|there is no"):
             wrong.load(folder)
+    assert torch.equal(under_rule(Policy(m), "lastkv", 4, 1, tmp_path).alpha, policy.alpha)
+    with pytest.raises(ValueError, match="holds fixed_alpha .* needs alpha_logit .*; build the policy as the one that was saved"):
+        under_rule(Policy(m), "lastkv", 4, 1, tmp_path / "fixed")
 
 
 def test_bad_input_says_what_to_change():
@@ -367,13 +398,18 @@ def test_bad_input_says_what_to_change():
     m, ids = model(), ids_of(2, 6)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
     sliding = model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    dynamic = model(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    hole = torch.tensor([[1] * 6, [1, 1, 0, 1, 1, 1]])
     for make, words in ((lambda: LastKV(m, 0), "chunk_size"), (lambda: LastKV(m, -3), "chunk_size"), (lambda: LastKV(m, 2.5), "chunk_size"),
                         (lambda: LastKV(m, 4, torch.full((3, 2), 1.1)), "outside"), (lambda: LastKV(m, 4, -alpha_of()), "outside"),
                         (lambda: LastKV(m, 4, torch.full((3, 2), torch.nan)), "outside"),
                         (lambda: LastKV(m, 4, torch.ones(2, 3)), r"\[3, 2\]"), (lambda: LastKV(m, 4, 0.5), r"\[3, 2\]"),
                         (lambda: LastKV(gpt2), "GPT2LMHeadModel.*Qwen2ForCausalLM.*LlamaForCausalLM"),
                         (lambda: LastKV(sliding), "sliding"),
-                        (lambda: LastKV(m).replay(ids, torch.tensor([[1] * 6, [1, 1, 0, 1, 1, 1]])), "hole"),
+                        (lambda: LastKV(dynamic), "RoPE"),
+                        (lambda: LastKV(m).replay(ids, hole), "hole"), (lambda: Feedback(m).replay(ids, hole), "hole"),
+                        (lambda: toy(torch.ones(4), 0.5, -1), "rounds is -1"), (lambda: Feedback(m, -1), "rounds is -1"),
+                        (lambda: under_rule(Policy(m), "fedback", 4, 1), "'fedback'; give one of full, lastkv, feedback"),
                         (lambda: LastKV(m).replay(ids, torch.zeros(2, 6)), "no real token"),
                         (lambda: LastKV(m).replay(ids, torch.ones(2, 5)), "attention_mask"),
                         (lambda: LastKV(m).replay(ids, document_ids=torch.ones(1, 6)), "document_ids"),
@@ -408,11 +444,41 @@ def test_feedback_rules():
         assert gap(policy.serial(ids, 7)) <= FINE
         mismatch.append(gap(policy.hidden(ids)))
     assert mismatch == sorted(mismatch, reverse=True) and mismatch[1] > 1e-3 and mismatch[-1] <= FINE
+    assert any(p is policy.W.weight for p in policy.parameters())                  # the optimizer trains W
     close(policy.hidden(ids, rounds=15), policy.serial(ids, 1))                    # T − 1 rounds are serial
     x = policy.model.get_input_embeddings()(ids)
     first = policy.model(inputs_embeds=x, output_hidden_states=True).hidden_states[-1]                     # by hand: one round
     second = policy.model(inputs_embeds=torch.cat((x[:, :1], x[:, 1:] + first[:, :-1] @ policy.W.weight.T), 1), output_hidden_states=True)
     close(policy.hidden(ids, rounds=1), second.hidden_states[-1])
+
+
+def test_the_printed_comparison(monkeypatch, capsys):
+    """Keeps out a table whose rows are of another rule, a count of stages or bytes that is not the rule's, and a decode that left its replay."""
+    monkeypatch.setattr(lastkv, "load_policy", lambda name: (Policy(model(initializer_range=0.05)), None))
+    monkeypatch.setattr("sys.argv", ["lastkv.py", "--model", "small"])
+    lastkv.main()                                              # C = 8, 12 prompt and 12 sampled tokens, N = 4096
+    text, *tables = capsys.readouterr().out.split("\n\n")
+    assert "serial [1.0, 1.5, 1.75, 1.875], initialisation and one round [1.0, 1.5, 1.5, 1.5], T − 1 rounds [1.0, 1.5, 1.75, 1.875]" in text
+    table, identity, boundaries = ({row[:31].strip(): [float(x.replace(",", "")) for x in row[31:].split()]
+                                    for row in t.strip().splitlines()[2:]} for t in tables)
+    token = 2 * 2 * 8 * 4                                      # bytes of one position in one layer: K and V, heads, width
+    plain, ours = 3 * 4096 * token, (3 * 16 + 4096 - 16) * token
+    stages = {"ordinary transformer": (1, plain), "feedback, K = 1": (2, plain + 128), "feedback, K = 4": (5, plain + 128),
+              "feedback, K = 16": (17, plain + 128), "feedback, exact hybrid, K = 1": (14, plain + 128),
+              "feedback, exact hybrid, K = 12": (25, plain + 128), "LastKV, C = 8": (3, ours), "LastKV, keep_chunks = 2": (3, ours),
+              "LastKV, detach_history": (3, ours)}
+    assert {name: tuple(row[2:4]) for name, row in table.items()} == stages and list(identity) == list(table)
+    differ, approximate = ("feedback, K = 1", "feedback, K = 4"), ("LastKV, keep_chunks = 2", "LastKV, detach_history")
+    for name, (kl, ratio, _, _, gradient) in table.items():
+        assert ratio > 1e-2 and kl > 1e-5 if name == differ[0] else name in differ or ratio <= 1e-4 and kl <= 1e-9
+        assert gradient > 1e-2 if name in (differ[0], *approximate) else name in differ or gradient <= 1e-4
+        error, score, *_, leaves = identity[name]
+        assert error <= 1e-4 and (score > 1e-3 if name == differ[0] else name in differ or score <= 1e-4)
+        assert leaves > 1e-2 if name in approximate else name in differ or leaves <= 1e-4
+    assert {name: row[:2] for name, row in boundaries.items()} == {
+        f"prompt {P}, α {alpha}": [commits, 12] for P, alpha, commits in
+        ((7, 0.5, 3), (8, 0.5, 3), (9, 0.5, 4), (12, 0.5, 4), (12, 0.0, 4), (12, 1.0, 4))}
+    assert all(gap <= 1e-4 and other > 1e-2 for *_, gap, other in boundaries.values())
 
 
 def test_feedback_cache_rows():
