@@ -7,6 +7,7 @@ Letters: n rows that run, S tokens fed at once, V vocabulary. Left out: servers,
     trajectories = rollout(policy, tokenizer, questions, retriever, group_size=16)
 """
 import re
+import unicodedata
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ Earlier turns may be gone later, so what is not in your memory is lost.
 
 Question: {question}"""
 TAG = re.compile(rf"<(/?)({'|'.join(TAGS)})>")
+BRACKETS = re.compile(r"[<≮﹤＜]([^<≮﹤＜>≯﹥＞]*)[>≯﹥＞]")      # with all characters that a tokenizer's normaliser may make < or > of
 NOTICE = "That turn held no action. End a turn with one search, access or answer."
 
 
@@ -50,8 +52,15 @@ def parse_action(text: str) -> tuple[str | None, str]:
 
 
 def neutralise(text: str) -> str:
-    """Retrieved text with every tag of the protocol made plain text, so that a document can neither act nor answer."""
-    return TAG.sub(r"&lt;\1\2&gt;", text)
+    """Retrieved text with every tag of the protocol made plain text, so that a document can neither act nor answer.
+
+    Also what only a tokenizer's normaliser (NFKC, lower case, accents and control characters out) would make a tag: ＜/Thínk＞.
+    """
+    def plain(match):
+        name = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", match[1]).casefold()))
+        return f"&lt;{match[1]}&gt;" if name in TAGS else match[0]
+
+    return BRACKETS.sub(plain, text)
 
 
 def information(text: str) -> str:

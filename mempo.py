@@ -20,7 +20,8 @@ GATES = ("own", "full", "none")
 def build_answer(tokenizer, gold: str) -> tuple[list[int], list[int]]:
     """A1: the scored text in three pieces -> (answer_ids [A], ans_mask [A]); the mask is 1 exactly on the gold answer's tokens."""
     pieces = ("\n<think>\n...\n</think>\n<answer>\n", gold.encode("utf-8", "replace").decode(), "\n</answer>")   # lone surrogates would raise
-    ids = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+    text_only = {"split_special_tokens": True} if hasattr(tokenizer, "added_tokens_decoder") else {}     # a gold answer's <|im_end|> is text
+    ids = [tokenizer.encode(piece, add_special_tokens=False, **text_only) for piece in pieces]
     return sum(ids, []), [0] * len(ids[0]) + [1] * len(ids[1]) + [0] * len(ids[2])
 
 
@@ -189,11 +190,13 @@ def ppo_loss(logp, old_logp, advantages, mask, clip_low: float = 0.2, clip_high:
     """
     mask = torch.as_tensor(mask).bool()
     delta = torch.where(mask, logp, 0) - torch.where(mask, old_logp, 0)       # guarded before exp, so also in the backward pass
-    ratio, advantages = delta.exp(), torch.where(mask, advantages, 0)
+    advantages = torch.where(mask, advantages, 0)
+    ratio = torch.where(advantages == 0, 0, delta).exp()                      # an overflowing ratio times no advantage would be NaN
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -masked_mean(torch.minimum(unclipped, clipped), mask)
     with torch.no_grad():
+        ratio = delta.clamp(max=80).exp()                                     # finite, so that it can be logged
         stats = {"tokens": int(mask.sum()), "max_ratio_dev": float(torch.where(mask, ratio - 1, 0).abs().max()) if mask.numel() else 0.0,
                  "kl": float(masked_mean(ratio - 1 - delta, mask)), "clip_fraction": float(masked_mean((clipped < unclipped).float(), mask))}
     return loss, stats

@@ -8,6 +8,7 @@ Left out: tensor and pipeline parallelism, several GPUs, quantised training.
 import inspect
 import os
 import re
+import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +52,10 @@ def check_room(cache, end: torch.Tensor) -> None:
     if int(end.max()) > cache.max_length:
         raise ValueError(f"the cache holds {cache.max_length} tokens a row and {int(end.max())} were fed; "
                          "ask new_cache for a larger max_length")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class SlotCache(Cache):
@@ -349,7 +354,10 @@ class Chat:
         self.tokenizer = tokenizer
         messages = [{"role": r, "content": c} for r, c in
                     (("system", SYSTEM), ("user", "@1@"), ("assistant", "@2@"), ("user", "@3@"))]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:                             # whatever a template may raise
+            raise ValueError(f"the tokenizer's chat template cannot be rendered ({first_line(error)}); give the tokenizer a plain one") from error
         if re.findall("@[123]@", text) != ["@1@", "@2@", "@3@"]:
             raise ValueError("the tokenizer's chat template drops or reorders messages; give the tokenizer a plain chat_template")
         opening, _, to_user, header = re.split("@[123]@", text)
@@ -357,16 +365,19 @@ class Chat:
             return tokenizer.encode(piece, add_special_tokens=False)
         header = re.sub(r"<think>\s*$", "", header)             # a turn's own tags are the policy's, and <mem> comes first
         self.opening, self.to_user, self.header = trusted(opening), trusted(to_user), trusted(header)
-        self.mem = self.encode("<mem>")
         special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special = special
+        self.mem = self.encode("<mem>")
         self.stops = {tokenizer.eos_token_id, *[i for i in self.to_user[:1] if i in special]} - {None}
         self.closes = [">" in (t or "") for t in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]  # may end a tag
 
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text: no special token comes out of it, and lone surrogates do not raise."""
         text = text.encode("utf-8", "replace").decode()
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if self.special.isdisjoint(set(ids) - {self.tokenizer.unk_token_id}) or len(text) < 2:
+            return ids
+        return [i for c in text for i in self.encode(c)]       # a vocabulary in which a control token is a word, too: by characters
 
     def decode(self, ids: list[int]) -> str:
         """Text view of sampled ids; special tokens are left out by id."""
@@ -402,7 +413,7 @@ def usable_device(device: str | None) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} cannot be used here ({str(error).splitlines()[0]}); leave it out or give cpu") from None
+        raise ValueError(f"--device {device} cannot be used here ({first_line(error)}); leave it out or give cpu") from None
     return device
 
 
@@ -435,12 +446,12 @@ def loading(name: str):
             print(f"--model {name}: taken as {source} of the Hugging Face hub")
     try:
         yield source, options
-    except (OSError, ImportError, ValueError, SafetensorError) as error:
+    except Exception as error:                                 # what transformers raises over a damaged config.json is anything
         if path.exists():
-            raise ValueError(f"cannot load {name}: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"cannot load {name}: {first_line(error)}") from error
         raise ValueError(f"cannot load {source} (from --model {name}): not found as a folder, in the local Hugging Face cache or "
                          f"on the hub; download it where there is a network (`hf download {source}`) and pass its folder "
-                         f"({str(error).splitlines()[0]})") from error
+                         f"({first_line(error)})") from error
 
 
 def load_config(name: str):
@@ -458,20 +469,24 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
         if "gguf_file" not in options:
             options["use_safetensors"] = True
-        model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, output_loading_info=True, **options)
-        if report["missing_keys"]:
-            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]} and {len(report['missing_keys']) - 1} more, which would be random")
+        model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, output_loading_info=True,
+                                                             ignore_mismatched_sizes=True, **options)
+        if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
+            raise ValueError(f"its weights lack {wrong[0]} and {len(wrong) - 1} more in the shapes that config.json names; they would be random")
     if options.get("gguf_file"):                               # saved again it is an ordinary float model
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    Chat(tokenizer)                                            # refuses a template that cannot be used before anything is begun
     return Policy(model.to(device)), tokenizer
 
 
 def run_script(name: str, main, *arguments) -> None:
     """A script's last line: main(*arguments); a user's mistake ends in one sentence and code 2, Ctrl-C in one and 130."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
+    transformers.logging.set_verbosity_error()                 # its tables of weights that do not fit: they are refused in one sentence
     try:
         main(*arguments)
     except (ValueError, OSError, SafetensorError) as error:

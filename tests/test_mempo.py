@@ -397,6 +397,17 @@ def test_the_clipped_loss_by_hand(advantage, clip, loss, clipped):
     close([stats["clip_fraction"], stats["max_ratio_dev"], stats["kl"], stats["tokens"]], [clipped, 0.259182, 0.022995, 2])
 
 
+def test_an_overflowing_ratio_without_advantage_has_no_part():
+    """Keeps out inf · 0 = NaN, forward and backward. Where the advantage is negative the loss is infinite, and the step is skipped."""
+    logp, old = torch.tensor([[0.0, math.log(1.1)]], requires_grad=True), torch.tensor([[-1000.0, 0.0]])
+    loss, stats = ppo_loss(logp, old, torch.tensor([[0.0, 1.0]]), torch.ones(1, 2))
+    loss.backward()
+    close(loss.detach(), -0.55)
+    close(logp.grad, [[0.0, -0.55]])
+    assert 1e30 < stats["max_ratio_dev"] < inf and math.isfinite(stats["kl"])
+    assert ppo_loss(logp, old, torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2))[0].item() == inf
+
+
 def test_tokens_weigh_alike():
     """Keeps out a mean of row means, under which a token of a short trajectory weighs more."""
     mask = torch.tensor([[0, 0, 0], [1, 1, 0], [1, 0, 0]]).bool()
@@ -490,6 +501,23 @@ def test_a_prompt_that_does_not_fit_does_not_stop_training(others):
     figures = update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.1), trajectories, advantages, OPTIONS)
     assert figures["trained_tokens"] == 2 * others and math.isfinite(figures["grad_norm"])
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+
+
+def test_old_log_probabilities_stay_those_of_the_sampler_over_epochs():
+    """Keeps out ratios against the last epoch's policy, which are 1 for ever, so that the clip never acts. The oracle: exp(log p now − at sampling)."""
+    policy = Policy(tiny_model(40))
+    rows = [trajectory(policy, 0, [1, 2], [3, 4, 5], [1, 0, 1]), trajectory(policy, 0, [1, 2], [6, 7], [1, 1])]
+    advantages, sampled = torch.tensor([[1.0, 0, 1], [-1, -1, 0]]), deepcopy([t.rollout_logprobs for t in rows])
+    optimizer, ratios, clipped = torch.optim.SGD(policy.parameters(), lr=0.05), [], []
+    for _ in range(4):
+        now = [policy.logprobs(torch.tensor([t.prompt_ids + t.response_ids]), torch.tensor([[0, 0] + t.response_mask]))[0, 2:].detach() for t in rows]
+        ratios.append([r for n, old, t in zip(now, sampled, rows) for r, m in zip((n - torch.tensor(old)).exp().tolist(), t.response_mask) if m])
+        stats = update(policy, None, optimizer, rows, advantages, OPTIONS)
+        assert stats["max_ratio_dev"] == pytest.approx(max(abs(r - 1) for r in ratios[-1]), abs=1e-5)
+        outside = [r > 1.2 for r in ratios[-1][:2]] + [r < 0.8 for r in ratios[-1][2:]]          # where the clip decides, by the advantage's sign
+        assert stats["clip_fraction"] == sum(outside) / 4
+        clipped.append(sum(outside))
+    assert max(abs(r - 1) for r in ratios[0]) < 1e-5 and clipped[0] == 0 < clipped[-1] and [t.rollout_logprobs for t in rows] == sampled
 
 
 def test_the_update_scores_at_the_sampling_temperature():

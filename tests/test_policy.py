@@ -153,6 +153,22 @@ def test_padding_on_either_side_changes_nothing(filler, side):
         close(got[m].detach(), plain(row))
 
 
+@pytest.mark.parametrize("pad", [0, 2, 49])                    # 2: the end of a turn
+def test_a_tokenizer_without_a_pad_token_needs_none(pad):
+    """Keeps out a batch that raises, an id beyond the embedding, and a result that depends on which id fills the gap."""
+    model, batch, mask = tiny_model(50), torch.tensor([[5, 6, 7], [pad, pad, 8]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+    logits = Policy(model).replay(batch, mask).detach()
+    close(logits[0], plain([5, 6, 7], model))
+    close(logits[1, 2], plain([8], model)[0])
+    tokenizer = greedy_tokenizer()
+    tokenizer.pad_token = None
+    model = tiny_model(len(tokenizer))
+    rows = rollout(Policy(model), tokenizer, [{"question": q, "answers": ["x"], "documents": [{"id": "1", "title": "a", "text": "b"}]} for q in ("a", "abcd")],
+                   group_size=2, max_turns=2, max_turn_tokens=4, instructions="{question}", generator=torch.Generator().manual_seed(0))
+    assert tokenizer.pad_token is None and len(rows) == 4 and model.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert all(max(t.prompt_ids + t.response_ids) < len(tokenizer) and t.turns for t in rows)
+
+
 def test_padding_is_never_recognised_by_its_id():
     """Keeps out an end-of-turn token inside the text that is masked because padding has the same id."""
     ids = [0, 5, 0, 0, 8, 0]
@@ -394,6 +410,22 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(monkeypatch, name, messag
         with pytest.raises(ValueError) as error:
             load(name)
         assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file, change, words", [
+    ("config.json", lambda text: "[]", "cannot load .*"), ("config.json", lambda text: "null", "cannot load .*"),
+    ("config.json", lambda text: "[" * 100_000, "cannot load .*"), ("config.json", lambda text: text[:40], "cannot load .*"),
+    ("config.json", lambda text: text.replace('"hidden_size": 128', '"hidden_size": 64'), "cannot load .*: its weights lack .* in the shapes that config.json names"),
+    ("chat_template.jinja", lambda text: "{% for m in messages %}{{ m['role' }}", "chat template cannot be rendered"),
+    ("chat_template.jinja", lambda text: "{{ raise_exception('no system role') }}", r"chat template cannot be rendered \(no system role\); give the tokenizer")],
+    ids=["list", "null", "deep", "cut", "size", "syntax", "raises"])
+def test_a_damaged_folder_ends_in_one_sentence(tmp_path, file, change, words):
+    """Keeps out a traceback from inside transformers or its template engine, and random weights where those on the disk do not fit."""
+    world_policy(tmp_path, 0)
+    (tmp_path / file).write_text(change((tmp_path / file).read_text()))
+    with pytest.raises(ValueError, match=words) as error:
+        load_policy(str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", [None, "pytorch_model.bin"])
