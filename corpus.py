@@ -85,7 +85,7 @@ class JsonLines:
     def parse(self, i: int, line: bytes) -> dict:
         try:
             return corpus_document(json.loads(line.decode()), i)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             what = f"not valid JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
             with open(self.path, "rb") as file:
                 number = next(n for n, end in enumerate(accumulate(map(len, file)), 1) if end > self.starts[i])
@@ -100,7 +100,7 @@ def is_json_lines(path) -> bool:
         return first[:1] != b"["
     try:
         return not {"id", "title", "text", "contents"}.isdisjoint(json.loads(first))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return first[:1] != b"{"
 
 
@@ -110,6 +110,8 @@ def read_titles(path) -> list[dict]:
         pairs = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=list)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend it or download it again") from None
+    except RecursionError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); mend it or download it again") from None
     documents = []
     for number, pair in enumerate(pairs, 1):
         title, text = pair if isinstance(pair, tuple) else (None, None)

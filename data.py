@@ -88,9 +88,9 @@ def read_json_lines(path) -> Iterator[tuple[int, dict]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:
                     remedy = "mend or delete the line" if raw.endswith(b"\n") else "if the download was cut off here, fetch the file again"
-                    raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}); {remedy}") from None
+                    raise ValueError(f"{path}, line {number}: not valid JSON ({getattr(error, 'msg', error)}); {remedy}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number}: a JSON object is needed, not {type(row).__name__}")
                 yield number, row
@@ -118,6 +118,8 @@ def read_array(path) -> Iterator[tuple[int, dict]]:
                     raise ValueError(f"{path} ends in the middle of entry {number}: the download was cut off, so fetch it again") from None
                 raise ValueError(f"{path}, line {error.lineno}: not valid JSON in entry {number} ({error.msg}); mend it or download it "
                                  "again") from None
+            except RecursionError as error:
+                raise ValueError(f"{path}, entry {number}: not valid JSON ({error}); mend it or download it again") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, entry {number}: a JSON object is needed, not {type(row).__name__}")
             bar.update(at - start)
@@ -240,7 +242,7 @@ def read_questions(path) -> tuple[list[dict], list[dict]]:
         musique = row.get("paragraphs") is not None or row.get("question_decomposition") is not None
         try:
             paragraphs, support = (musique_form if musique else wiki_form)(row)
-        except (TypeError, ValueError, KeyError, AttributeError):
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
             form = ('"paragraphs" and "question_decomposition" must be lists of objects, as MuSiQue publishes them' if musique else
                     '"context" must be a list of [title, [sentence, ...]] and "supporting_facts" one of [title, number], as HotpotQA publishes them')
             raise ValueError(f"{where}: {form}") from None

@@ -73,6 +73,8 @@ def test_a_title_that_stands_twice_is_kept_twice(tmp_path):
 
 
 @pytest.mark.parametrize("text, words", [
+    pytest.param('{"id": 1, "title": "A", "text": "x"}\n{"id": ' + "[" * 100_000, "line 2: maximum recursion depth", id="deep line"),
+    pytest.param('{"A": ' + "[" * 100_000, "c.jsonl: not valid JSON", id="deep titles"),
     ('{"id":"1","title":"A","text":"x"}\n\n{"id":"2","title":"B"}\n', 'line 3: a document needs a "title" and a "text", or "contents"'),
     ('\ufeff{"id":"1","title":"A","text":"x"}\r\n{"id":"2", \r\n', r"line 2: not valid JSON \("),
     ('{"id":"1", \n{"id":"2","title":"A","text":"x"}\n', "line 1: not valid JSON"),

@@ -57,7 +57,8 @@ def test_answers_under_any_of_the_three_names(tmp_path):
     '{"question":"Q","answer":"x","context":[["t",["s"]]],"supporting_facts":[["t","0"]]}', '{"question":"Q","answer":"","answer_aliases":[]}',
     '{"question":"Q","answer":"x","answer_aliases":[{"a":1}]}', '{"question":"Q","answer":"x","paragraphs":["text"]}',
     '{"question":"Q","answer":"x","paragraphs":[{"idx":0,"title":"t"}]}',
-    '{"question":"Q","answer":"x","paragraphs":[],"question_decomposition":[[1]]}'])
+    '{"question":"Q","answer":"x","paragraphs":[],"question_decomposition":[[1]]}', pytest.param('{"question":' + "[" * 100_000, id="deep"),
+    pytest.param('{"question":"Q","answer":"x","context":"' + "[" * 100_000 + '"}', id="deep context")])
 def test_malformed_fields_name_file_and_line(tmp_path, line):
     """Keeps out "None" or "['Ada']" as a right answer, documents that fail in the middle of a run, and a question that counts twice."""
     with pytest.raises(ValueError, match="q.jsonl, line 2"):
@@ -67,6 +68,7 @@ def test_malformed_fields_name_file_and_line(tmp_path, line):
 @pytest.mark.parametrize("text, words", [
     ('[{"question": "Q", "answer": "x"},, ]', "q.json, line 1: not valid JSON in entry 2"), ("[1]", "q.json, entry 1: a JSON object"),
     ('[{"question": "Q", "answer": "x"}\n{"question": "Q", "answer": "x"}]', "q.json, line 2: not valid JSON in entry 1"),
+    pytest.param('[{"question":' + "[" * 100_000, "q.json, entry 1: not valid JSON", id="deep"),
     ('[{"question": "Q", "answer": "x"}] [1]', "q.json, line 1: not valid JSON in entry 1 .Extra data"), (" [ ] ", "holds no question")])
 def test_a_broken_array_names_its_file(tmp_path, text, words):
     """Keeps out a JSON error without a file, and a traceback for an entry that is no object."""
