@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{32})\.safetensors")
 KEPT = 2
+PIECE = 2 ** 24                                                # bytes of a large file that are read at once
 
 
 # ---- files ----
@@ -38,6 +39,34 @@ def digest(path) -> str:
         while block := file.read(1 << 20):
             hashed.update(block)
     return hashed.hexdigest()[:32]
+
+
+def identity(name: str) -> str | None:
+    """A hash of a file, or of the model and tokenizer files of a folder; None where nothing is local, as with a hub id.
+
+    Of a file above 1 GiB its size and 64 pieces are read, from the beginning to the end: quick, and what was trained anew differs in all.
+    """
+    path, hashed = Path(name), hashlib.sha256()
+    files = [f for f in path.iterdir() if f.suffix in (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")] if path.is_dir() else [path]
+    for file in sorted(filter(Path.is_file, files)):
+        size = file.stat().st_size
+        hashed.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as opened:
+            for start in (*range(0, size, max(size // 64, PIECE)), max(size - PIECE, 0)):
+                opened.seek(start)
+                hashed.update(opened.read(PIECE))
+    return hashed.hexdigest() if path.exists() else None
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object that a run wrote."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it is no JSON object; bring back a copy, or give another --out")
+    return found
 
 
 def sync(path) -> None:
@@ -173,11 +202,15 @@ class Run:
             signal.signal(number, self.interrupt)
 
     def interrupt(self, number: int, frame) -> None:
-        """Ctrl-C or SIGTERM: a training step is finished and saved first; anything else, and a second signal, stops at once."""
+        """Ctrl-C or SIGTERM: a training step is finished and saved first; anything else, and at a second signal a step, is done again later."""
         if not self.inside or self.signal:
-            raise KeyboardInterrupt
+            self.stop(number, "stopped")
         self.signal = number
         print("\nstopping after this step; once more stops at once", file=sys.stderr)
+
+    def stop(self, number: int, words: str) -> None:
+        print(f"\n{words}; python train.py --resume --out {self.out} goes on", file=sys.stderr)
+        sys.exit(130 if number == signal.SIGINT else 0)
 
     def seconds(self) -> float:
         """What the run took so far, stops not counted."""
@@ -189,7 +222,7 @@ class Run:
         names: files in the run's folder that a step appends to; lines of steps that will be done again are cut off.
         """
         if self.state["stage"] != stage:
-            self.state |= {"stage": stage, "step": 0, "sizes": {}}
+            self.state |= {"stage": stage, "step": 0}
             self.save(parameters, optimizer, generator)
         else:
             restore(self.path, parameters, optimizer, generator)
@@ -224,5 +257,4 @@ class Run:
             self.save(parameters, optimizer, generator)
         self.inside = not last
         if self.signal:
-            print(f"stopped after step {step + 1} of {self.state['stage']}; python train.py --resume --out {self.out} goes on", file=sys.stderr)
-            sys.exit(130 if self.signal == signal.SIGINT else 0)
+            self.stop(self.signal, f"stopped after step {step + 1} of {self.state['stage']}")

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
+from checkpoint import read_object
 from data import load_data, objectives, read_questions, shared_retriever
 from lastkv import under_rule
 from options import one_namespace, option
@@ -119,7 +120,7 @@ def compare(folders: list[Path]) -> None:
     titles = ("start: full", "compressed", "end: full", "compressed", "T=1: full", "compressed", "P_mem-P_full", "seconds")
     print(f"{'run':<14}{'weight':>7}{'gate':>6}{'seed':>6}" + "".join(f"{title:>13}" for title in titles))
     for folder in folders:
-        o, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
+        o, result = (read_object(folder / name) for name in ("config.json", "result.json"))
         rewards = [json.loads(line)["memory_reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-5:]
         cells = [f"{result[stage][column]:.3f}" if stage in result else "" for stage, column in (
             ("cold_start", "em_full"), ("cold_start", "em_compressed"), ("final", "em_full"), ("final", "em_compressed"),
@@ -238,7 +239,7 @@ def changed(path: str) -> str | None:
 
 def check_settings(out: Path, settings: dict) -> None:
     """Refuse a folder that holds something else than an evaluation with these settings."""
-    held = json.loads((out / "config.json").read_text()) if (out / "config.json").exists() else {}
+    held = read_object(out / "config.json") if (out / "config.json").exists() else {}
     if not held and not (out / "results.jsonl").exists():
         return
     if "objectives" not in held:
@@ -325,12 +326,12 @@ def main(argv: list[str]) -> None:
     for folder in folders:
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder} is not a run's folder: it has no config.json")
-        if "objectives" in json.loads((folder / "config.json").read_text()):
+        if "objectives" in read_object(folder / "config.json"):
             raise ValueError(f"{folder} is the folder of an evaluation; give the command that made it once more to see its table")
     if len(folders) > 1:
         return compare(folders)
     folder, result = folders[0], {}
-    o = Namespace(**json.loads((folder / "config.json").read_text()))
+    o = Namespace(**read_object(folder / "config.json"))
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     if not data.eval:
         raise ValueError(f"{folder} holds no questions out; train with --eval-questions to have a table, or give its weights to --model, with --data")

@@ -2,7 +2,6 @@
 
     o = parse_options(["--steps", "10"])                       # a Namespace: o.steps, o.lr, …
 """
-import json
 import sys
 from argparse import HelpFormatter, Namespace
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
+from checkpoint import read_object
 from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default
@@ -127,7 +127,7 @@ def parse_options(argv: list[str]) -> Namespace:
     parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, usage="python train.py [option ...]", description="Train a memory agent with MemPO.")
     o = read_options(parser, argv)
     if o.resume and (config := Path(o.out) / "config.json").exists():
-        saved = {name: value for name, value in json.loads(config.read_text()).items() if hasattr(o, name) and name not in HARMLESS}
+        saved = {name: value for name, value in read_object(config).items() if hasattr(o, name) and name not in HARMLESS}
         parser.set_defaults(**saved)
         o = read_options(parser, argv)
         if changed := [f"--{name.replace('_', '-')} (was {value})" for name, value in saved.items() if getattr(o, name) != value]:
@@ -142,7 +142,10 @@ def one_namespace(parser: HfArgumentParser, argv: list[str]) -> Namespace:
     *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")
-    return Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
+    if empty := [name for name, value in vars(o).items() if value == ""]:
+        parser.error(f"--{empty[0].replace('_', '-')} is empty; give a name, or leave it out")
+    return o
 
 
 def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:

@@ -3,12 +3,14 @@
     python train.py                                                 # the embedded world and a tiny policy, on a laptop
     python train.py --model Qwen2.5-1.5B --data hotpot.json         # the same loop with a real model, on one GPU
 
-The run's folder gets config.json, metrics.jsonl (a line a step), samples.jsonl, init/, cold_start/ and model/ (plain
+The run's folder gets config.json, metrics.jsonl (a line a step), samples.jsonl, skipped.jsonl, init/, cold_start/ and model/ (plain
 transformers folders) and result.json. Letters: N trajectories, B rows of a micro-batch, T positions. Left out of the paper: the cold
 start's teacher model (demonstrations are scripted, or chats that you bring), several GPUs.
 """
 import json
 import math
+import os
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -16,16 +18,19 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+if __name__ == "__main__":                                     # Ctrl-C in the seconds that the packages below take
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ntrain.py: stopped\n"), os._exit(130)))
+
 import torch
 from tqdm import tqdm
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
-from checkpoint import Run, digest, write_text
+from checkpoint import Run, identity, read_object, write_text
 from data import load_data
 from demonstrations import chat_demonstrations, support_demonstrations
 from eval import evaluate, figures, mean, print_table, show
 from forecast import forecast
-from mempo import (compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
+from mempo import (build_answer, compute_advantage, compute_grpo_memory_advantage, compute_grpo_outcome_advantage, kl_to_reference, memory_rewards,
                    micro_batches, ppo_loss)
 from lastkv import under_rule
 from options import DEFAULTS, HARMLESS, parse_options
@@ -62,7 +67,8 @@ def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None
     """Supervised steps on demonstrations; in the embedded world their memories are unreliable: the state in which RL finds its policy."""
     chat, long, window = Chat(tokenizer), 0, policy.context_length or 1 << 60
     optimizer = torch.optim.AdamW(masters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01, foreach=False)
-    first = run.begin("cold start", o.cold_start_steps, masters, optimizer)
+    first = run.begin("cold start", o.cold_start_steps, masters, optimizer, names=["skipped.jsonl"])
+    skipped = open(run.out / "skipped.jsonl", "a")
     round_masters(policy, masters)
     bar = tqdm(demonstrations(data, o, first), "cold start", o.cold_start_steps, initial=first, mininterval=1)
     for step, batch in enumerate(bar, first):
@@ -74,24 +80,29 @@ def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None
         if not fitting:
             raise ValueError(f"step {step}'s demonstrations are all longer than the model's {window} tokens; give a smaller --top-k or shorter chats")
         optimizer.zero_grad()
-        loss = supervised_loss(policy, *zip(*fitting), o.token_budget)
-        norm = optimizer_step(policy, optimizer, o.max_grad_norm, math.isfinite(loss))
+        loss, bad = supervised_loss(policy, *zip(*fitting), o.token_budget)
+        norm = optimizer_step(policy, optimizer, o.max_grad_norm, not bad)
+        for i in (bad or range(len(fitting))) if norm is None else []:
+            ids = fitting[i][0]
+            skipped.write(json.dumps({"stage": "cold start", "step": step, "row": i, "ids": ids, "text": tokenizer.decode(ids)}) + "\n")
+        skipped.flush()
         run.count_skipped(norm is None, MOST_SKIPPED)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        run.done(step, masters, optimizer)
+        run.done(step, masters, optimizer, files=[skipped])
     if long:
         print(f"cold start: {long} demonstrations were left out, as they are longer than the model's {window} tokens", file=sys.stderr)
 
 
-def supervised_loss(policy, ids, mask, token_budget: int) -> float:
-    """The mean -log p of all trained tokens of B rows, its gradient added up over micro-batches."""
-    total, loss = sum(map(sum, mask)), 0.0
+def supervised_loss(policy, ids, mask, token_budget: int) -> tuple[float, list[int]]:
+    """The mean -log p of all trained tokens of B rows, its gradient added up over micro-batches; and the rows of those where it is not finite."""
+    total, loss, bad = sum(map(sum, mask)), 0.0, []
     for part in micro_batches([len(row) for row in ids], token_budget):
         select = pad_right([mask[i] for i in part], torch.bool, policy.device)                              # [B,T]
         share = -policy.logprobs(pad_right([ids[i] for i in part], device=policy.device), select).sum() / total
         share.backward()
         loss += share.item()
-    return loss
+        bad += part if not share.isfinite() else []
+    return loss, sorted(bad)
 
 
 def optimizer_step(policy, optimizer, max_norm: float, finite) -> float | None:
@@ -107,9 +118,12 @@ def optimizer_step(policy, optimizer, max_norm: float, finite) -> float | None:
 
 # ---- one RL step, in the paper's order ----
 
-def score(t, format_score: float) -> float | None:
-    """compute_score; None, and a warning, where it fails: that costs the trajectory, not its group."""
+def score(policy, tokenizer, t, format_score: float) -> float | None:
+    """compute_score; None, and a warning, where it fails or the teacher cannot read a snapshot: that costs the trajectory, not its group."""
     try:
+        longest, window = max(map(len, t.full_traj + t.mem_traj), default=0), getattr(policy, "context_length", None)
+        if longest and window and longest + len(build_answer(tokenizer, gold_text(t.question))[0]) > window:
+            raise ValueError(f"a memory's context and the answer exceed the model's {window} tokens")
         return float(compute_score(t.turns, t.question["answers"], format_score))
     except Exception as error:                                 # whatever a scorer, or an odd question, may raise
         tqdm.write(f"the scorer failed on a trajectory of question {t.question.get('id', t.question['question'])!r}: {error!r}", file=sys.stderr)
@@ -121,8 +135,10 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 
     A trajectory whose scorer failed has no part in its group, and advantage 0. "broken" lists those whose score or reward is not finite.
     """
-    scores = [score(t, o.format_score) for t in trajectories]
-    P = memory_rewards(policy, tokenizer, [t.full_traj for t in trajectories], [t.mem_traj for t in trajectories],
+    scores = [score(policy, tokenizer, t, o.format_score) for t in trajectories]
+    full, mem = ([[] if s is None else snapshots for s, snapshots in zip(scores, column)]
+                 for column in ([t.full_traj for t in trajectories], [t.mem_traj for t in trajectories]))
+    P = memory_rewards(policy, tokenizer, full, mem,
                        [gold_text(t.question) for t in trajectories], o.threshold, o.gate, o.token_budget)
     rewards = [[P_mem - P_full for P_mem, P_full in turns] for turns in P]
     broken = [i for i, r in enumerate(rewards) if not all(map(math.isfinite, [scores[i] or 0.0, *r]))]
@@ -262,10 +278,12 @@ def main(argv: list[str]) -> None:
     if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
         raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
                          "and --max-turn-tokens")
-    settings = vars(o) | {"data_digest": digest(o.data) if o.data else None}
+    settings = vars(o) | {"contents": {name: identity(getattr(o, name)) for name in ("data", "corpus", "model", "sft_data") if getattr(o, name)}}
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "config.json").exists() and json.loads((out / "config.json").read_text()).get("data_digest") != settings["data_digest"]:
-        raise ValueError(f"{o.data} is not what {out} was begun with; bring it back, or start a run of its own")
+    begun = read_object(out / "config.json").get("contents", {}) if (out / "config.json").exists() else settings["contents"]
+    if changed := [name for name, found in settings["contents"].items() if begun.get(name) != found]:
+        raise ValueError(f"--{changed[0].replace('_', '-')} {getattr(o, changed[0])} is not what {out} was begun with; bring that back, or start "
+                         "a run of its own")
     write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
     run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "

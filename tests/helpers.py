@@ -1,9 +1,18 @@
 """Small models and tokenizers, and a policy that says what a test tells it to say. Nothing here needs a network."""
+import importlib
+import multiprocessing
+import os
 import string
+import sys
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).parents[1]
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["train", "eval"])                 # its children have imported everything, which takes seconds
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -71,3 +80,22 @@ class ScriptedPolicy:
                 self.contexts[marker].append(cache.fed[b])
             logits[b, self.left[marker].pop(0)] = 0
         return logits
+
+
+def child(script: str, arguments: list[str], log: str, before: tuple) -> None:
+    os.chdir(ROOT)
+    sys.argv, sys.stdout, sys.stderr = [script, *arguments], open(f"{log}.out", "a", buffering=1), open(f"{log}.err", "a", buffering=1)
+    torch.set_num_threads(1)
+    for function, *more in before:
+        function(*more)
+    importlib.import_module("policy").run_script(script, importlib.import_module(script.removesuffix(".py")).main, arguments)
+
+
+def forked(script: str, *arguments, log, before=()):
+    """A running process of a script, as a user's command would be but for its imports; it writes to {log}.out and {log}.err.
+
+    before: (function, argument, …) to be called there first.
+    """
+    process = FORK.Process(target=child, args=(script, list(map(str, arguments)), str(log), before))
+    process.start()
+    return process

@@ -274,7 +274,7 @@ def test_a_chat_that_the_loop_could_not_have_had_names_its_line(tmp_path, messag
 def weights_after(budget, rows, context_length=4096, lr=0.1):
     model = tiny_model(vocab_size=40, max_position_embeddings=context_length)
     policy = Policy(model)
-    loss = train.supervised_loss(policy, *zip(*rows), budget)
+    loss, _ = train.supervised_loss(policy, *zip(*rows), budget)
     train.optimizer_step(policy, torch.optim.SGD(policy.parameters(), lr=lr), 1e9, True)
     return loss, torch.cat([p.detach().flatten() for p in policy.parameters()])
 

@@ -266,6 +266,20 @@ def test_a_finished_evaluation_prints_its_table_again(world, tmp_path, monkeypat
     assert capsys.readouterr().out.splitlines()[:-1] == printed and (out / "results.jsonl").read_bytes() == written
 
 
+def test_an_id_that_stands_twice_counts_once(tmp_path):
+    """Keeps out 0.667 for one right of two: a third line repeats the first, and is cut off; within a batch it is refused."""
+    rows = [{"objectives": 1, "history": "full", "id": name, "prediction": "x", "stop_reason": "answer", "em": em,
+             **dict.fromkeys(("em_part", "f1", "format", "turns", "tokens", "peak"), 1)} for name, em in (("q1", 1), ("q2", 0), ("q1", 1))]
+    path, plan = tmp_path / "results.jsonl", [(1, "full", 0, [{"id": "q1"}, {"id": "q2"}])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, batches = evaluation.finished(path, plan)
+    [row] = evaluation.table(found, Namespace(objectives=[1], history=["full"]), {1: 0})
+    assert (row["em"], row["n"], batches) == (0.5, 2, 1) and len(path.read_text().splitlines()) == 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], rows[2], rows[1])))
+    with pytest.raises(ValueError, match="lines 1 to 2: not the results of the questions asked"):
+        evaluation.finished(path, plan)
+
+
 def test_sampling_is_drawn_from_the_seed_and_from_the_batch(world, tmp_path, monkeypatch):
     """Keeps out a seed that nothing depends on, under which the tests of going on would pass whatever is drawn, and batches that all draw the same."""
     texts, seeds, rollout = [], [], evaluation.rollout
@@ -301,6 +315,7 @@ def test_other_settings_weights_or_lines_are_not_gone_on_with(world, tmp_path):
     ([], "usage: python eval.py RUN"),
     (["--data", "q.jsonl"], "required: --model"),
     (["--model", "x", "--data", "q.jsonl", "--no-such-option"], "unknown option --no-such-option"),
+    (["--model", "x", "--data", "q.jsonl", "--out", ""], "--out is empty; give a name, or leave it out"),
     (["--model", "x", "--data", "q.jsonl", "--history", "half"], "invalid choice: 'half'"),
     (["--model", "x", "--data", "q.jsonl", "--objectives", "2", "0"], "--objectives is 0; give at least 1"),
     (["--model", "x", "--data", "q.jsonl", "--objectives", "3"], "--objectives 3 needs as many questions, and 2 are asked"),

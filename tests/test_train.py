@@ -5,8 +5,11 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,15 +23,17 @@ import agent_loop
 import checkpoint
 import eval as evaluate
 import train
+from helpers import ROOT, forked
 
-ROOT = Path(__file__).parents[1]
 HOTPOT = ROOT.parent / "shared" / "data" / "hotpotqa_100.json"
 METRICS = {"step", "score", "em", "format", "memory_reward", "P_mem", "P_full", "flat_groups", "flat_memory_groups", "kl", "max_ratio_dev",
            "clip_fraction", "grad_norm", "loss", "prefilled", "decoded", "trained_tokens", "stop_reasons", "seconds", "turns", "gate"}
 
 
-def run(script, *arguments, check=True, **env):
-    done = subprocess.run([sys.executable, script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+def run(script, *arguments, check=True):
+    with tempfile.TemporaryDirectory() as folder:
+        (process := forked(script, *arguments, log=f"{folder}/log")).join()
+        done = Namespace(returncode=process.exitcode, stdout=Path(folder, "log.out").read_text(), stderr=Path(folder, "log.err").read_text())
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -226,6 +231,7 @@ MISTAKES = [
     (["--gradient-checkpointing", "perhaps"], "Truthy value expected: got perhaps"),
     (["--device", "gpu"], "--device gpu cannot be used here"),
     (["--out", "tests/old"], "exists already"),
+    (["--out", ""], "--out is empty; give a name, or leave it out"),
     (["--model", "tests"], "the folder tests has no *.safetensors"),
     (["--data", "tests/conftest.py", "--model", "tests"], "conftest.py, line 1: not valid JSON"),
     (["--data", os.devnull, "--model", "tests"], "there is no question file"),
@@ -239,7 +245,7 @@ def test_a_mistake_ends_in_one_sentence(tmp_path, arguments, words):
         (tmp_path / "config.json").write_text("{}")
         arguments = ["--out", tmp_path]
     else:
-        arguments = [*arguments, "--out", tmp_path / "run"]
+        arguments = ["--out", tmp_path / "run", *arguments]
     done = run("train.py", *arguments, check=False)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
@@ -249,11 +255,21 @@ def test_a_short_name_is_looked_for_on_the_hub(tmp_path):
     """Keeps out a traceback, minutes of retries and their warnings where there is no network, and a short name that is not resolved, or silently."""
     data = tmp_path / "q.jsonl"
     data.write_text('{"question": "Where?", "answer": "there", "documents": [{"title": "t", "text": "there"}]}\n')
-    done = run("train.py", "--model", "Qwen2.5-1.5B", "--data", data, "--out", tmp_path / "run", check=False,
-               HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, "train.py", "--model", "Qwen2.5-1.5B", "--data", data, "--out", tmp_path / "run"], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)})
     assert done.stdout == "--model Qwen2.5-1.5B: taken as Qwen/Qwen2.5-1.5B of the Hugging Face hub\n"
     assert done.returncode == 2 and "cannot load Qwen/Qwen2.5-1.5B" in done.stderr and "hf download Qwen/Qwen2.5-1.5B" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_ctrl_c_while_the_packages_are_loaded_is_one_line(tmp_path):
+    """Keeps out a traceback from the middle of torch for who stops at once."""
+    (tmp_path / "torch.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "\ntrain.py: stopped\n" and process.returncode == 130
 
 
 def test_help_groups_every_option():
