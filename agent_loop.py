@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from policy import SYSTEM, Chat, pad_right
+from chat import SYSTEM, Chat
+from policy import pad_right
 from retriever import Retriever
 
 TAGS = ("mem", "think", "search", "access", "answer", "information")

@@ -196,7 +196,8 @@ class Run:
         self.state = read(self.path) if self.path else {"stage": "start", "step": 0, "seconds": 0.0, "result": {}, "sizes": {}, "skipped": 0,
                                                         "fingerprint": fingerprint}
         if self.state["fingerprint"] != fingerprint:
-            raise ValueError(f"{self.path} belongs to a run with other settings than {out / 'config.json'}; bring back the run's own, or start anew elsewhere")
+            raise ValueError(f"{self.path} belongs to a run with other settings than {out / 'config.json'}; bring back the run's own, "
+                             "or start anew elsewhere")
         self.started, self.signal, self.inside = time.time() - self.state["seconds"], None, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.interrupt)

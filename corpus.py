@@ -191,8 +191,8 @@ def build_index(path, folder: Path, k1: float, b: float) -> None:
 
 
 def load_corpus(path, k1: float = 1.5, b: float = 0.75, **sizes: int) -> Retriever:
-    """A retriever, with the given sizes (max_doc_chars, page_chars, max_pages), over a corpus file. The index of a large one is saved in PATH.index, or else in the user's cache, and found again by the
-    hash of the whole file and the settings.
+    """A retriever, with the given sizes (max_doc_chars, page_chars, max_pages), over a corpus file. The index of a large one is saved in
+    PATH.index, or else in the user's cache, and found again by the hash of the whole file and the settings.
 
     What an interrupted build left is never used; an index with a file missing or cut off is built again; of two processes that build at
     once the first to end is kept. An index may be deleted at any time.

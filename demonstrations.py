@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from agent_loop import neutralise, parse_action
 from data import endless, read_rows
-from policy import SYSTEM
+from chat import SYSTEM
 from retriever import Retriever
 
 ROWS = 16                                                      # demonstrations a step

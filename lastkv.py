@@ -26,7 +26,8 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCa
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from policy import Policy, SlotCache, load_policy, run_script
+from cache import SlotCache
+from policy import Policy, load_policy, run_script
 
 FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
 

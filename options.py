@@ -51,7 +51,8 @@ class DataOptions:
     """What is trained and evaluated on, and where the run is kept."""
     _argument_group_name = "data"
     data: str | None = option(None, "questions: JSONL, HotpotQA, 2WikiMultihopQA or MuSiQue; without it the embedded world")
-    corpus: str | None = option(None, "documents: JSONL (id, title, text; or id, contents), or one object of titles; without it those that came with the questions")
+    corpus: str | None = option(None, "documents: JSONL (id, title, text; or id, contents), or one object of titles; without it those that "
+                                      "came with the questions")
     out: str = option("runs/mempo", "the run's folder")
     resume: bool = option(False, "go on with the run in --out where it was stopped, with its own settings; from the start if it has no checkpoint yet")
     save_every: int | None = option("save_every", "steps between two checkpoints")
@@ -165,7 +166,8 @@ def check(parser: HfArgumentParser, o: Namespace) -> None:
     """Values out of bounds, and options that do not go together, end the program in one sentence."""
     for name, (least, most) in BOUNDS.items():
         if not least <= getattr(o, name) <= (sys.float_info.max if most is None else most):
-            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give " + (f"a number of at least {least}" if most is None else f"a value from {least} to {most}"))
+            parser.error(f"--{name.replace('_', '-')} is {getattr(o, name)}; give "
+                         + (f"a number of at least {least}" if most is None else f"a value from {least} to {most}"))
     if not 0 < o.temperature <= sys.float_info.max:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
     if o.corpus and not o.data:

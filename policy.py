@@ -7,7 +7,6 @@ Left out: tensor and pipeline parallelism, several GPUs, quantised training.
 """
 import inspect
 import os
-import re
 import signal
 import sys
 from contextlib import contextmanager
@@ -22,15 +21,14 @@ from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-PLAIN_CHAT_TEMPLATE = (  # for models that bring none
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+from cache import SlotCache, additive, check_room
+from chat import PLAIN_CHAT_TEMPLATE, Chat, first_line
+
 DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"  # renamed there
 HUB_OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB"}
-SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
 LOGIT_BLOCK = 2 ** 22  # logits held at once by `logprobs`, in elements: 16 MB in float32, which a CPU caches; 16 times that on a GPU
 
 
@@ -40,84 +38,6 @@ def pad_right(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
     for b, row in enumerate(rows):
         out[b, :len(row)] = torch.tensor(row, dtype=dtype)
     return out.to(device)
-
-
-def additive(visible: torch.Tensor, dtype) -> torch.Tensor:
-    """True where a query sees a key -> 0 there and the most negative number elsewhere, which every attention kernel adds to its scores."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
-
-
-def check_room(cache, end: torch.Tensor) -> None:
-    """Refuse rows that would hold end [n] tokens, more than the cache was made for."""
-    if int(end.max()) > cache.max_length:
-        raise ValueError(f"the cache holds {cache.max_length} tokens a row and {int(end.max())} were fed; "
-                         "ask new_cache for a larger max_length")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class SlotCache(Cache):
-    """Keys and values of B rows; the token at position p of row b lies in slot p, so there are no holes and no padding.
-
-    `step` works on the first n rows. A row that has stopped is swapped behind them (`swap`), so the running rows stay
-    one contiguous view and nothing is copied for a row that only waits. Memory grows with use, up to `max_length`.
-    """
-
-    def __init__(self, batch_size: int, max_length: int):
-        self.layers = []                                       # what transformers' Cache would keep; unused here
-        self.keys, self.values = [], []                        # a layer each: [B, H, capacity, D]
-        self.max_length = max_length
-        self.length = torch.zeros(batch_size, dtype=torch.long)  # [B] tokens fed so far, on the CPU: no GPU sync
-
-    def open(self, start: int, lengths: torch.Tensor, device) -> None:
-        """Announce that rows start … start + n − 1 are about to receive `lengths` [n] new tokens each."""
-        n, S = len(lengths), int(lengths.max())
-        old = self.length[start:start + n]
-        check_room(self, old + lengths)
-        row, column = (torch.arange(S) < lengths[:, None]).nonzero(as_tuple=True)
-        self.start, self.n, self.K = start, n, int((old + lengths).max())
-        self.index = tuple(i.to(device) for i in (start + row, old[row] + column, row, column))
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """[n,H,S,D] new keys and values of one layer -> all keys and values of its open rows, [n,H,K,D]."""
-        if layer_idx == len(self.keys):
-            _, H, _, D = key_states.shape
-            for store in (self.keys, self.values):
-                store.append(key_states.new_zeros(len(self.length), H, min(max(self.K, 64), self.max_length), D))
-        grow = self.K - self.keys[layer_idx].shape[2]
-        if grow > 0:
-            grow = min(max(grow, self.keys[layer_idx].shape[2] // 2), self.max_length - self.keys[layer_idx].shape[2])
-            for store in (self.keys, self.values):
-                store[layer_idx] = F.pad(store[layer_idx], (0, 0, 0, grow))
-        row, slot, b, s = self.index                           # only real tokens are written
-        self.keys[layer_idx][row, :, slot] = key_states[b, :, s]
-        self.values[layer_idx][row, :, slot] = value_states[b, :, s]
-        rows = slice(self.start, self.start + self.n)
-        return self.keys[layer_idx][rows, :, :self.K], self.values[layer_idx][rows, :, :self.K]
-
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
-        pair, swapped = [a, b], [b, a]
-        K = int(self.length[pair].max())
-        self.length[pair] = self.length[swapped]
-        for tensor in self.keys + self.values:                 # by slices, which costs far less than indexing by pair
-            row = tensor[a, :, :K].clone()
-            tensor[a, :, :K] = tensor[b, :, :K]
-            tensor[b, :, :K] = row
-
-    def copy_rows(self, source: "SlotCache", rows: list[int]) -> None:
-        """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""
-        K = max(int(source.length.max()), 64)
-        self.length = source.length[rows].clone()
-        pad = (0, 0, 0, min(K, self.max_length) - min(source.keys[0].shape[2], K))
-        self.keys = [F.pad(k[rows, :, :K], pad) for k in source.keys]
-        self.values = [F.pad(v[rows, :, :K], pad) for v in source.values]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given explicitly, so transformers' own count starts at 0."""
-        return 0
 
 
 class TokenLogProb(torch.autograd.Function):
@@ -343,61 +263,6 @@ def round_masters(policy, masters) -> None:
             p.copy_(master)
 
 
-class Chat:
-    """What the model's chat template writes around the messages, as token ids.
-
-    The template is rendered once with stand-ins and cut there. Contents are encoded apart from it and never as special tokens,
-    so a template that drops earlier thoughts, or text that spells a control token, cannot change the stream.
-    """
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        messages = [{"role": r, "content": c} for r, c in
-                    (("system", SYSTEM), ("user", "@1@"), ("assistant", "@2@"), ("user", "@3@"))]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:                             # whatever a template may raise
-            raise ValueError(f"the tokenizer's chat template cannot be rendered ({first_line(error)}); give the tokenizer a plain one") from error
-        if re.findall("@[123]@", text) != ["@1@", "@2@", "@3@"]:
-            raise ValueError("the tokenizer's chat template drops or reorders messages; give the tokenizer a plain chat_template")
-        opening, _, to_user, header = re.split("@[123]@", text)
-        def trusted(piece):
-            return tokenizer.encode(piece, add_special_tokens=False)
-        header = re.sub(r"<think>\s*$", "", header)             # a turn's own tags are the policy's, and <mem> comes first
-        self.opening, self.to_user, self.header = trusted(opening), trusted(to_user), trusted(header)
-        special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        self.special = special
-        self.mem = self.encode("<mem>")
-        self.stops = {tokenizer.eos_token_id, *[i for i in self.to_user[:1] if i in special]} - {None}
-        self.closes = [">" in (t or "") for t in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]  # may end a tag
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of untrusted text: no special token comes out of it, and lone surrogates do not raise."""
-        text = text.encode("utf-8", "replace").decode()
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if self.special.isdisjoint(set(ids) - {self.tokenizer.unk_token_id}) or len(text) < 2:
-            return ids
-        return [i for c in text for i in self.encode(c)]       # a vocabulary in which a control token is a word, too: by characters
-
-    def decode(self, ids: list[int]) -> str:
-        """Text view of sampled ids; special tokens are left out by id."""
-        return self.tokenizer.decode([i for i in ids if i not in self.special], clean_up_tokenization_spaces=False)
-
-    def may_close(self, token: int) -> bool:
-        return token < len(self.closes) and self.closes[token]
-
-    def prompt(self, question: str) -> list[int]:
-        """[system, user] and the assistant header: `prompt_ids`."""
-        return self.opening + self.encode(question) + self.header
-
-    def messages(self, messages: list[dict]) -> list[int]:
-        """Ids of [system, user, assistant, user, assistant, …, user] and the next assistant header."""
-        ids = self.prompt(messages[1]["content"])
-        for assistant, user in zip(messages[2::2], messages[3::2]):
-            ids += self.encode(assistant["content"]) + self.to_user + self.encode(user["content"]) + self.header
-        return ids
-
-
 def resolve_name(name: str) -> str:
     """`Qwen2.5-1.5B` -> `Qwen/Qwen2.5-1.5B`; anything that exists here or already names an owner stays as it is."""
     if "/" not in name and not os.path.exists(name):
@@ -464,7 +329,8 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     """(Policy, tokenizer) by a name that `loading` takes. Pickled weights and remote code are refused."""
     device = usable_device(device)
     with loading(name) as (source, options):
-        declared = {} if "gguf_file" in options else get_tokenizer_config(source, **options)  # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
+        # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
+        declared = {} if "gguf_file" in options else get_tokenizer_config(source, **options)
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
         if "gguf_file" not in options:

@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
+from chat import Chat
 from checkpoint import Run, identity, read_object, write_text
 from data import load_data
 from demonstrations import chat_demonstrations, support_demonstrations
@@ -34,7 +35,7 @@ from mempo import (build_answer, compute_advantage, compute_grpo_memory_advantag
                    micro_batches, ppo_loss)
 from lastkv import under_rule
 from options import DEFAULTS, HARMLESS, parse_options
-from policy import Chat, load_config, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
+from policy import load_config, load_policy, master_weights, pad_right, round_masters, run_script, usable_device
 from reward import compute_score
 from world import world_config, world_demonstrations, world_policy, world_tokenizer
 
@@ -242,7 +243,8 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
         record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
         metrics.write(json.dumps(record) + "\n")
         for i, (t, r, s) in list(enumerate(zip(trajectories, rewards, scores)))[:2]:
-            samples.write(sample_record(step, i, t, score=s, memory_rewards=[x if math.isfinite(x) else None for x in r], stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
+            samples.write(sample_record(step, i, t, score=s, memory_rewards=[x if math.isfinite(x) else None for x in r],
+                                        stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
         for i in sorted({i for u in updates for i in u["skipped"]}):
             skipped.write(sample_record(step, i, trajectories[i], prompt_ids=trajectories[i].prompt_ids, response_ids=trajectories[i].response_ids))
         for file in files:

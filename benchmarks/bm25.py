@@ -160,7 +160,8 @@ def projection(n: int, build: dict, load: dict) -> dict:
     the code holds of each, 56 bytes a passage (its line, its two names twice, its length twice) and what a word was measured to take."""
     times, a_word = WIKIPEDIA / n, load["held"] * 2 ** 20 / load["words"]
     more_words = max(WIKIPEDIA_WORDS - load["words"], 0)
-    return {"bytes_a_word": a_word, "build_minutes": build["seconds"] * times / 60, "build_cpu_minutes": build["cpu_seconds"] * times / 60, "index_gib": build["index_gib"] * times,
+    return {"bytes_a_word": a_word, "build_minutes": build["seconds"] * times / 60, "build_cpu_minutes": build["cpu_seconds"] * times / 60,
+            "index_gib": build["index_gib"] * times,
             "build_peak_gib": build["peak"] / 2 ** 10 + ((WIKIPEDIA - n) * 56 + more_words * a_word) / 2 ** 30,
             "load_cpu_seconds": load["hash_seconds"] * times + (load["cpu_seconds"] - load["hash_seconds"]) * WIKIPEDIA_WORDS / load["words"],
             "held_gib": load["held"] / 2 ** 10 + more_words * a_word / 2 ** 30, "queries_per_second": load["search"] / times}

@@ -8,7 +8,8 @@ Letters: n rows at work, N rows computed, K slots, V vocabulary. Left out: prefi
 """
 import torch
 
-from policy import Policy, SlotCache, additive, check_room
+from cache import SlotCache, additive, check_room
+from policy import Policy
 
 
 def capture(run):

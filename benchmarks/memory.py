@@ -31,7 +31,8 @@ CASES = [(phase, rule, dtype, checkpointing) for dtype in ("float32", "bfloat16"
 
 def options(rule: str, dtype: str, checkpointing: str, questions: int = 6):
     return parse_options(["--model", "-", "--data", "-", "--policy", rule, "--dtype", dtype, "--gradient-checkpointing", checkpointing,
-                          "--group-size", "4", "--questions-per-step", str(questions), "--max-response-tokens", "512", "--token-budget", "2304", "--chunk-size", "256"])
+                          "--group-size", "4", "--questions-per-step", str(questions), "--max-response-tokens", "512", "--token-budget", "2304",
+                          "--chunk-size", "256"])
 
 
 def config(size: int = 384, layers: int = 8) -> Qwen2Config:

@@ -24,9 +24,11 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from agent_loop import Episode, Limits, Trajectory, feed, information, open_context, rollout, sample_turn, waste  # noqa: E402
+from cache import SlotCache  # noqa: E402
 from captured import Captured  # noqa: E402
+from chat import Chat  # noqa: E402
 from mempo import build_answer, score_answers, score_branches  # noqa: E402
-from policy import Chat, Policy, SlotCache, load_policy, pad_right, run_script, usable_device  # noqa: E402
+from policy import Policy, load_policy, pad_right, run_script, usable_device  # noqa: E402
 from timing import alternate, now, resident  # noqa: E402
 from world import world_policy  # noqa: E402
 

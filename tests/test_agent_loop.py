@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from agent_loop import NOTICE, AgentMemory, information, neutralise, parse_action, rollout, sample, window
 from world import world_questions, world_tokenizer
 from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model, with_bias
-from policy import SYSTEM, Chat, Policy
+from chat import SYSTEM, Chat
+from policy import Policy
 from retriever import Retriever
 from reward import compute_score
 

@@ -13,7 +13,8 @@ from agent_loop import AgentMemory, information, parse_action, rollout, window
 from data import Data, load_data, read_questions
 from demonstrations import ROWS, chat_demonstrations, chat_pieces, compressed_prompt, full_conversation, names, script, support_demonstrations
 from helpers import ScriptedPolicy, greedy_tokenizer, tiny_model
-from policy import Chat, Policy
+from chat import Chat
+from policy import Policy
 from retriever import Retriever
 from reward import compute_score
 from test_data import HOTPOT, HOTPOTQA, MUSIQUE, TWOWIKI, file_of

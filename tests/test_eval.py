@@ -15,7 +15,8 @@ from agent_loop import INSTRUCTIONS, TAGS, Trajectory, information
 from data import load_data, objectives
 from eval import evaluate, figures, interval, main, mean, run, show
 from helpers import ScriptedPolicy, greedy_tokenizer
-from policy import SYSTEM, Chat, load_policy, run_script
+from chat import SYSTEM, Chat
+from policy import load_policy, run_script
 from reward import em_check, f1_score
 from world import world_policy, world_questions, world_tokenizer
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_loop import information, parse_action, rollout
 from helpers import TEMPLATE, ScriptedCache
 from mempo import build_answer
-from policy import Chat
+from chat import Chat
 from reward import compute_score, validate_format
 from retriever import Retriever
 

@@ -14,7 +14,8 @@ from agent_loop import rollout, sample
 from world import world_policy, world_tokenizer
 from helpers import TEMPLATE, greedy_tokenizer, tiny_model, with_bias
 from lastkv import Feedback, LastKV
-from policy import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat, Policy, load_config, load_policy, master_weights, resolve_name, round_masters
+from chat import PLAIN_CHAT_TEMPLATE, SYSTEM, Chat
+from policy import Policy, load_config, load_policy, master_weights, resolve_name, round_masters
 
 quick = settings(max_examples=25, deadline=None)
 V = 40

@@ -3,7 +3,7 @@ import random
 from collections import Counter
 
 from agent_loop import information
-from policy import Chat
+from chat import Chat
 from retriever import Retriever
 from train import render
 from world import ASKED, RELATION, world_demonstration, world_demonstrations, world_questions, world_tokenizer
