@@ -24,10 +24,15 @@ class Chat:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        messages = [{"role": r, "content": c} for r, c in
-                    (("system", SYSTEM), ("user", "@1@"), ("assistant", "@2@"), ("user", "@3@"))]
+        def render(*messages):
+            return tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False, add_generation_prompt=True)
+
+        turns = ("assistant", "@2@"), ("user", "@3@")
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                text = render(("system", SYSTEM), ("user", "@1@"), *turns)
+            except Exception:                                  # some models know no system role
+                text = render(("user", f"{SYSTEM}\n\n@1@"), *turns)
         except Exception as error:                             # whatever a template may raise
             raise ValueError(f"the tokenizer's chat template cannot be rendered ({first_line(error)}); give the tokenizer a plain one") from error
         if re.findall("@[123]@", text) != ["@1@", "@2@", "@3@"]:

@@ -27,6 +27,47 @@ LARGE = 2 ** 22                                                # bytes of a corp
 CACHE = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "mempo-lastkv")
 
 
+FOREIGN = {  # what a file starts with -> what it is and what to do; {0} is its name, {1} the JSONL to be made of it
+    b"PAR1": 'a Parquet file; make JSONL of it once: pip install pandas pyarrow && python -c "import pandas; '
+             'pandas.read_parquet(\'{0}\').to_json(\'{1}\', orient=\'records\', lines=True)"',
+    b"\x1f\x8b": "compressed (gzip); unpack it first: gunzip -k {0}", b"BZh": "compressed (bzip2); unpack it first: bunzip2 -k {0}",
+    b"\xfd7zXZ": "compressed (xz); unpack it first: unxz -k {0}", b"\x28\xb5\x2f\xfd": "compressed (zstd); unpack it first: unzstd {0}",
+    b"PK\x03\x04": "a zip archive; unpack it first: unzip {0}",
+    b"version https://git-lfs": "a Git LFS pointer, not the data; fetch that: git lfs pull",
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8", b"\xfe\xff": "UTF-16 text; save it as UTF-8"}
+
+
+def text_start(path, kind: str) -> bytes:
+    """The first bytes of a file's text. Raises ValueError, with what to do, for what holds no JSON."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; give one of its files")
+    if not Path(path).is_file():
+        raise ValueError(f"there is no {kind} file {path}")
+    with open(path, "rb") as file:
+        start = file.read(4096)
+        for magic, words in FOREIGN.items():
+            if start.startswith(magic):
+                raise ValueError(f"{path} is {words.format(path, Path(path).with_suffix('.jsonl'))}")
+        text = start.removeprefix(b"\xef\xbb\xbf").lstrip()   # a byte-order mark
+        while start and not text:
+            start = file.read(4096)
+            text = start.lstrip()
+    if not text:
+        raise ValueError(f"{path} is empty; its download or copy failed, so fetch it again")
+    if text.startswith(b"<"):
+        raise ValueError(f"{path} is a web page (HTML), not the data that it may link to; download the file itself")
+    return text
+
+
+def utf8(raw: bytes, path, line: int = 0) -> str:
+    """The text without a byte-order mark. Raises ValueError with the line: the given one, or counted."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = line or raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}: not UTF-8 (byte 0x{raw[error.start]:02x}); save the file as UTF-8, or download it again") from None
+
+
 def corpus_document(row, i: int) -> dict:
     """{"id", "title", "text"} of a row with these keys, or with "contents": a first line with the title, in quotes or not, then the text
     (or the text only). A missing id is the number of the document, from 1 on."""
@@ -35,7 +76,11 @@ def corpus_document(row, i: int) -> dict:
     if text is None and isinstance(row.get("contents"), str):
         first, newline, rest = row["contents"].partition("\n")
         first, text = (first.strip(), rest) if newline else ("", first)
-        title = title if isinstance(title, str) else first[1:-1] if len(first) > 1 and first[0] == first[-1] == '"' else first
+        quoted = len(first) > 1 and first[0] == first[-1] == '"'
+        first = first[1:-1] if quoted else first
+        if isinstance(title, str) and title != first and not quoted:      # a first line that is no title is text
+            text = row["contents"]
+        title = title if isinstance(title, str) else first
     if not isinstance(title, str) or not isinstance(text, str):
         raise ValueError('a document needs a "title" and a "text", or "contents"')
     return {"id": str(next((row[key] for key in ("id", "_id") if row.get(key) is not None), i + 1)), "title": title, "text": text}
@@ -84,7 +129,7 @@ class JsonLines:
 
     def parse(self, i: int, line: bytes) -> dict:
         try:
-            return corpus_document(json.loads(line.decode()), i)
+            return corpus_document(json.loads(line.decode("utf-8-sig")), i)
         except (ValueError, RecursionError) as error:
             what = f"not valid JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
             with open(self.path, "rb") as file:
@@ -107,7 +152,7 @@ def is_json_lines(path) -> bool:
 def read_titles(path) -> list[dict]:
     """Documents of one JSON object {title: text or [sentence, ...]}, HotpotQA's form; a title that stands twice is two documents."""
     try:
-        pairs = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=list)
+        pairs = json.loads(utf8(Path(path).read_bytes(), path), object_pairs_hook=list)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend it or download it again") from None
     except RecursionError as error:
@@ -127,11 +172,7 @@ def read_corpus(path, starts=None) -> list[dict] | JsonLines:
 
     JSONL above LARGE bytes stays in its file (starts: as in JsonLines). Of several documents with one id, access opens the first.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no corpus file {path}; --corpus takes JSONL with id, title and text (or contents), or one object of titles")
-    with open(path, "rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise ValueError(f"{path} is compressed; unpack it (gunzip) first")
+    text_start(path, "corpus")                                 # refuses what is no text
     documents = JsonLines(path, starts) if is_json_lines(path) else read_titles(path)
     if not len(documents):
         raise ValueError(f"{path} holds no document")

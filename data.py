@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from corpus import load_corpus
+from corpus import load_corpus, text_start, utf8
 from retriever import Retriever
 from reward import answer_parts
 from world import WORLD_INSTRUCTIONS, question_stream, world_questions
@@ -33,45 +33,9 @@ class Data:
 
 # ---- files of JSON ----
 
-FOREIGN = {  # what a file starts with -> what it is and what to do; {0} is its name, {1} the JSONL to be made of it
-    b"PAR1": 'a Parquet file; make JSONL of it once: pip install pandas pyarrow && python -c "import pandas; '
-             'pandas.read_parquet(\'{0}\').to_json(\'{1}\', orient=\'records\', lines=True)"',
-    b"\x1f\x8b": "compressed (gzip); unpack it first: gunzip -k {0}", b"BZh": "compressed (bzip2); unpack it first: bunzip2 -k {0}",
-    b"\xfd7zXZ": "compressed (xz); unpack it first: unxz -k {0}", b"\x28\xb5\x2f\xfd": "compressed (zstd); unpack it first: unzstd {0}",
-    b"PK\x03\x04": "a zip archive; unpack it first: unzip {0}",
-    b"version https://git-lfs": "a Git LFS pointer, not the data; fetch that: git lfs pull",
-    b"\xff\xfe": "UTF-16 text; save it as UTF-8", b"\xfe\xff": "UTF-16 text; save it as UTF-8"}
-
-
 def is_array(path, kind: str) -> bool:
     """Whether a file's content is one JSON array; else it is taken for JSONL. Raises ValueError for what can be neither."""
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder; give one of its files")
-    if not Path(path).is_file():
-        raise ValueError(f"there is no {kind} file {path}")
-    with open(path, "rb") as file:
-        start = file.read(4096)
-        for magic, words in FOREIGN.items():
-            if start.startswith(magic):
-                raise ValueError(f"{path} is {words.format(path, Path(path).with_suffix('.jsonl'))}")
-        text = start.removeprefix(b"\xef\xbb\xbf").lstrip()   # a byte-order mark
-        while start and not text:
-            start = file.read(4096)
-            text = start.lstrip()
-    if not text:
-        raise ValueError(f"{path} is empty; its download or copy failed, so fetch it again")
-    if text.startswith(b"<"):
-        raise ValueError(f"{path} is a web page (HTML), not the data that it may link to; download the file itself")
-    return text.startswith(b"[")
-
-
-def utf8(raw: bytes, path, line: int = 0) -> str:
-    """The text without a byte-order mark. Raises ValueError with the line: the given one, or counted."""
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = line or raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8 (byte 0x{raw[error.start]:02x}); save the file as UTF-8, or download it again") from None
+    return text_start(path, kind).startswith(b"[")
 
 
 def reading_bar(path) -> tqdm:
@@ -141,15 +105,15 @@ PUBLISHED = ("context", "supporting_facts", "paragraphs", "question_decompositio
 
 
 def gold_answers(row: dict) -> list[str]:
-    """The gold answers, then "answer_aliases", each once; they are text or numbers. [] if there is none, or one of another kind.
+    """All gold answers, each once; they are text or numbers. [] if there is none, or one of another kind.
 
-    Under "answers", "golden_answers", "answer", or Search-R1's "reward_model": {"ground_truth": {"target"}}: the first that is there.
+    Under "answer", "answers", "golden_answers", Search-R1's "reward_model": {"ground_truth": {"target"}}, and "answer_aliases", in this order.
     """
     target = row.get("reward_model")
     for key in ("ground_truth", "target"):
         target = target.get(key) if isinstance(target, dict) else None
-    given = next((golds for golds in (row.get("answers"), row.get("golden_answers"), row.get("answer"), target) if golds not in (None, "", [])), [])
-    golds = [gold for golds in (given, row.get("answer_aliases") or []) for gold in (golds if isinstance(golds, list) else [golds])]
+    given = (row.get("answer"), row.get("answers"), row.get("golden_answers"), target, row.get("answer_aliases"))
+    golds = [gold for golds in given if golds is not None for gold in (golds if isinstance(golds, list) else [golds])]
     if not all(isinstance(gold, (str, int, float)) for gold in golds):
         return []
     return list(dict.fromkeys(gold for gold in (str(gold).strip() for gold in golds) if gold))
@@ -313,6 +277,8 @@ def shared_retriever(questions: list[dict], documents: list[dict], data: str, co
         raise ValueError(f"{data} brings no documents to search; give them with --corpus")
     if corpus is not None:
         check_support(questions, retriever, data, corpus)
+        if own := sum(bool(q.get("documents")) for q in questions):
+            print(f"{own} of {len(questions)} questions of {data} bring documents of their own; for these {corpus} is not searched", file=sys.stderr)
     return retriever
 
 

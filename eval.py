@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
-from checkpoint import read_object
+from checkpoint import lock, read_object
 from data import load_data, objectives, read_questions, shared_retriever
 from lastkv import under_rule
 from options import one_namespace, option
@@ -269,14 +269,21 @@ def finished(path: Path, plan: list) -> tuple[list[dict], int]:
     return rows, batches
 
 
-def ask(o: Namespace, settings: dict, plan: list, questions: list[dict], documents: list[dict], rows: list[dict]) -> None:
-    """Run the batches of the plan and append their rows, also to results.jsonl as soon as each batch is through."""
+def sizes(o: Namespace) -> dict[str, int]:
+    return {name: getattr(o, name) for name in ("max_doc_chars", "page_chars", "max_pages")}
+
+
+def tools(o: Namespace, questions: list[dict], documents: list[dict]) -> tuple:
+    """(policy, tokenizer, retriever) that the options name."""
     usable_device(o.device)                                    # before anything slow
-    sizes = {name: getattr(o, name) for name in ("max_doc_chars", "page_chars", "max_pages")}
-    retriever = shared_retriever(questions, documents, o.data, o.corpus, **sizes)
+    retriever = shared_retriever(questions, documents, o.data, o.corpus, **sizes(o))
     policy, tokenizer = load_policy(o.model, o.dtype, o.device)
-    policy = under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model)
-    (out := Path(o.out)).mkdir(parents=True, exist_ok=True)
+    return under_rule(policy, o.policy, o.chunk_size, o.replay_rounds, o.model), tokenizer, retriever
+
+
+def ask(policy, tokenizer, retriever, o: Namespace, settings: dict, plan: list, rows: list[dict]) -> None:
+    """Run the batches of the plan and append their rows, also to results.jsonl as soon as each batch is through."""
+    out = Path(o.out)
     if not rows:                                               # else it is there, and equal
         (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     with open(out / "results.jsonl", "a") as file, tqdm(total=len(rows) + sum(len(b) for *_, b in plan), initial=len(rows), unit="question") as bar:
@@ -286,7 +293,7 @@ def ask(o: Namespace, settings: dict, plan: list, questions: list[dict], documen
             turns = min(o.max_turns, 2) if history == "none" and o.temperature == 0 else o.max_turns      # see the top of the file
             trajectories = rollout(policy, tokenizer, batch, retriever, group_size=1, max_turns=turns, max_response_tokens=o.max_response_tokens,
                                    max_turn_tokens=o.max_turn_tokens, temperature=o.temperature, top_k=o.top_k, history=history,
-                                   generator=generator, retriever_options=sizes)
+                                   generator=generator, retriever_options=sizes(o))
             new = [record(t, n, history) for t in trajectories]
             file.write("".join(json.dumps(row) + "\n" for row in new))
             file.flush()
@@ -307,11 +314,14 @@ def protocol(o: Namespace) -> None:
     asked = {n: objectives(questions, n, o.seed) for n in o.objectives}
     plan = [(n, history, i, asked[n][i:i + o.batch_size])
             for n in o.objectives for history in o.history for i in range(0, len(asked[n]), o.batch_size)]
-    rows, batches = finished(out / "results.jsonl", plan)
-    if batches < len(plan):
-        ask(o, settings, plan[batches:], questions, documents, rows)
-    result = table(rows, o, {n: len(questions) % n for n in o.objectives})
-    (out / "result.json").write_text(json.dumps({"settings": settings, "rows": result}, indent=1) + "\n")
+    lines = (out / "results.jsonl").read_bytes().count(b"\n") if (out / "results.jsonl").exists() else 0
+    loaded = tools(o, questions, documents) if lines < sum(len(batch) for *_, batch in plan) else ()      # may fail: before a folder is made
+    with lock(out):
+        rows, batches = finished(out / "results.jsonl", plan)
+        if loaded:
+            ask(*loaded, o, settings, plan[batches:], rows)
+        result = table(rows, o, {n: len(questions) % n for n in o.objectives})
+        (out / "result.json").write_text(json.dumps({"settings": settings, "rows": result}, indent=1) + "\n")
     print_protocol(result)
     print(f"{time.time() - start:.0f} s; everything is in {out}")
 

@@ -112,23 +112,23 @@ def estimate(config, o: Namespace) -> dict[str, int]:
     return parts | {phase: sum(parts[part] for part, (phases, _) in PARTS.items() if phase in phases) for phase in PHASES}
 
 
-def fits(parts: dict[str, int], card: int) -> str:
-    need = max(parts[phase] for phase in PHASES)
+def fits(need: int, card: int) -> str:
     return "yes" if need <= ROOM * card else "tight" if need <= card else "no"
 
 
 def forecast(config, o: Namespace) -> None:
-    """Print the parts, the phases, and whether the larger one fits the GPU that is there, or else CARDS."""
-    parts = estimate(config, o)
+    """Print the parts, the phases (of a cold start only the update), and whether the larger one fits the GPU that is there, or else CARDS."""
+    parts, phases = estimate(config, o), PHASES[1:] if o.sft_only else PHASES
     print(f"estimated memory in GiB: --policy {o.policy} --dtype {o.dtype} --gradient-checkpointing {str(o.gradient_checkpointing).lower()}\n"
-          f"{'':60}{PHASES[0]:>10}{PHASES[1]:>10}")
-    for part, (phases, name) in (PARTS | {"": (PHASES, "sum")}).items():
-        sizes = [parts[part or phase] if phase in phases else 0 for phase in PHASES]
+          f"{'':60}" + "".join(f"{phase:>10}" for phase in phases))
+    for part, (there, name) in (PARTS | {"": (PHASES, "sum")}).items():
+        sizes = [parts[part or phase] if phase in there else 0 for phase in phases]
         if any(sizes):
             print(f"{name.format(*shapes(config, o)):60}" + "".join(f"{f'{n / GiB:.3f}' if n else '':>10}" for n in sizes))
     cards = ({torch.cuda.get_device_name(): torch.cuda.get_device_properties(0).total_memory} if torch.cuda.is_available() else
              {f"{size} GB": size * GiB for size in CARDS})
-    print(f"\ndoes the larger one, the {max(PHASES, key=parts.get)}, fit? " + ", ".join(f"{name} {fits(parts, size)}" for name, size in cards.items())
+    largest = max(phases, key=parts.get)
+    print(f"\ndoes the largest, the {largest}, fit? " + ", ".join(f"{name} {fits(parts[largest], size)}" for name, size in cards.items())
           + f" (yes: {ROOM:.0%} of it or less)\n"
           "the cache grows with --questions-per-step, --group-size and --max-response-tokens, the activations with --token-budget")
 
@@ -143,7 +143,7 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             parts = estimate(config, parse_options(["--model", name, "--data", "-", "--dtype", dtype]))
             tqdm.write(f"{name:13}{dtype:9}" + "".join(f"{parts[column] / GiB:12.2f}" for column in columns)
-                       + "".join(f"{fits(parts, size * GiB):>9}" for size in CARDS))
+                       + "".join(f"{fits(max(map(parts.get, PHASES)), size * GiB):>9}" for size in CARDS))
 
 
 if __name__ == "__main__":

@@ -299,11 +299,13 @@ def loading(name: str):
     path = Path(source)
     gguf = [path] if path.suffix == ".gguf" and path.exists() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if gguf and not (path.is_dir() and (path / "config.json").exists()):
+        if len(gguf) > 1:
+            raise ValueError(f"the folder {name} holds {len(gguf)} GGUF files; name one: {', '.join(file.name for file in gguf)}")
         source, options = str(gguf[0].parent), {"gguf_file": gguf[0].name}
     elif path.is_dir() and not list(path.glob("*.safetensors")):
         raise ValueError(f"the folder {name} has no *.safetensors or *.gguf weights; convert pickled weights with "
                          "save_pretrained(..., safe_serialization=True) first")
-    elif (path.is_absolute() or path.suffix == ".gguf") and not path.exists():
+    elif (path.is_absolute() or path.suffix == ".gguf" or source.startswith(".") or source.count("/") > 1) and not path.exists():
         raise ValueError(f"there is no folder or file {name}; --model takes a hub id, a folder, or GGUF weights")
     elif not path.exists():
         options = {"local_files_only": not hub_answers()}
@@ -323,6 +325,21 @@ def load_config(name: str):
     """The configuration of what load_policy would load, without a weight."""
     with loading(name) as (source, options):
         return AutoConfig.from_pretrained(source, **options)
+
+
+def check_architecture(policy) -> None:
+    """Refuse a model whose logits are not its output layer's, or some of whose layers see less than all that came before: `head` and the
+    cached step would compute another policy."""
+    model, config = policy.model, policy.model.config.get_text_config()
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or [f"sliding windows of {window} tokens" if window else "full_attention"])
+    if odd := kinds - {"full_attention"}:
+        raise ValueError(f"{type(model).__name__} with {min(odd)} is not supported, only full attention in every layer; take another model")
+    probe = torch.arange(8, device=policy.device)[None]        # more than one, as the embedding of padding may be 0
+    with torch.no_grad():
+        same = torch.allclose(model(probe).logits.float(), policy.replay(probe).float(), rtol=1e-5, atol=1e-6, equal_nan=True)
+    if not same:
+        raise ValueError(f"{type(model).__name__} scales or caps its logits, which is not supported; take another model")
 
 
 def load_policy(name: str, dtype: str = "float32", device: str | None = None):
@@ -345,7 +362,9 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     Chat(tokenizer)                                            # refuses a template that cannot be used before anything is begun
-    return Policy(model.to(device)), tokenizer
+    policy = Policy(model.to(device))
+    check_architecture(policy)
+    return policy, tokenizer
 
 
 def run_script(name: str, main, *arguments) -> None:

@@ -50,6 +50,8 @@ def answers(retriever: Retriever) -> list:
     ({"id": "3", "contents": '"\nx'}, ("3", '"', "x")),
     ({"id": "3", "contents": "no title"}, ("3", "", "no title")),
     ({"_id": "3", "title": "A", "contents": '"B"\nx'}, ("3", "A", "x")),
+    ({"id": "3", "title": "A", "contents": "First.\nSecond."}, ("3", "A", "First.\nSecond.")),
+    ({"id": "3", "title": "A", "contents": "A\nSecond."}, ("3", "A", "Second.")),
     ({"id": None, "title": "A", "text": "x", "contents": "y"}, ("1", "A", "x")),
 ])
 def test_forms_of_a_line(tmp_path, row, expected):
@@ -74,6 +76,7 @@ def test_a_title_that_stands_twice_is_kept_twice(tmp_path):
 
 @pytest.mark.parametrize("text, words", [
     pytest.param('{"id": 1, "title": "A", "text": "x"}\n{"id": ' + "[" * 100_000, "line 2: maximum recursion depth", id="deep line"),
+    ('\ufeff{"id": 1, "title": "A", "text": "x"}\n\ufeff{"id": 2', "line 2: not valid JSON"), ('<html>', 'is a web page'),
     pytest.param('{"A": ' + "[" * 100_000, "c.jsonl: not valid JSON", id="deep titles"),
     ('{"id":"1","title":"A","text":"x"}\n\n{"id":"2","title":"B"}\n', 'line 3: a document needs a "title" and a "text", or "contents"'),
     ('\ufeff{"id":"1","title":"A","text":"x"}\r\n{"id":"2", \r\n', r"line 2: not valid JSON \("),
@@ -83,7 +86,7 @@ def test_a_title_that_stands_twice_is_kept_twice(tmp_path):
     ('{"A": "x", "B": [1]}', "entry 2: a title with its text"),
     ('{\n"A": "x",\n"B"\n}', "line 4: not valid JSON"),
     ('[{"title": "A", "text": "x"}]', "entry 1: a title .* one object a line"),
-    ("[\n{}\n]", "entry 1"), ("\n \r\n", "holds no document"), ("{}", "holds no document"),
+    ("[\n{}\n]", "entry 1"), ("\n \r\n", "is empty"), ("{}", "holds no document"),
 ])
 @pytest.mark.parametrize("limit", [0, 2 ** 22])
 def test_bad_files_name_file_and_line(tmp_path, monkeypatch, text, words, limit):
@@ -98,7 +101,7 @@ def test_bad_files_name_file_and_line(tmp_path, monkeypatch, text, words, limit)
 def test_what_is_no_text_is_named(tmp_path):
     """Keeps out a Unicode error for the archive that Wikipedia dumps come in, and a traceback for a missing file."""
     (tmp_path / "c.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
-    with pytest.raises(ValueError, match="c.jsonl.gz is compressed; unpack it"):
+    with pytest.raises(ValueError, match=r"c.jsonl.gz is compressed \(gzip\); unpack it"):
         load_corpus(tmp_path / "c.jsonl.gz")
     (tmp_path / "c.jsonl").write_bytes(b'{"id":"1","title":"A","text":"x"}\n{"id":"2","title":"\xff","text":"x"}\n')
     with pytest.raises(ValueError, match="c.jsonl, line 2: 'utf-8' codec"):

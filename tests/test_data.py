@@ -43,10 +43,11 @@ def test_bad_lines_name_file_and_line(tmp_path, line, words):
 
 
 def test_answers_under_any_of_the_three_names(tmp_path):
-    """Keeps out a string of aliases taken apart letter by letter."""
-    rows = '{"question":"Q","golden_answers":["Ada","Ada L."]}\n{"question":"Q","answers":["x"]}\n{"question":"Q","answer":"Ada"}\n'
+    """Keeps out a string of aliases taken apart letter by letter, and the loss of those under a second name."""
+    rows = '{"question":"Q","answers":["Ada L."],"answer":"Ada","golden_answers":["Ada L."]}\n'
+    rows += '{"question":"Q","golden_answers":["Ada","Ada L."]}\n{"question":"Q","answers":["x"]}\n{"question":"Q","answer":"Ada"}\n'
     questions, _ = read_questions(write(tmp_path / "q.jsonl", rows))
-    assert [q["answers"] for q in questions] == [["Ada", "Ada L."], ["x"], ["Ada"]]
+    assert [q["answers"] for q in questions] == [["Ada", "Ada L."], ["Ada", "Ada L."], ["x"], ["Ada"]]
 
 
 @pytest.mark.parametrize("line", [

@@ -16,6 +16,7 @@ from data import load_data, objectives
 from eval import evaluate, figures, interval, main, mean, run, show
 from helpers import ScriptedPolicy, greedy_tokenizer
 from chat import SYSTEM, Chat
+from checkpoint import lock
 from policy import load_policy, run_script
 from reward import em_check, f1_score
 from world import world_policy, world_questions, world_tokenizer
@@ -312,6 +313,12 @@ def test_other_settings_weights_or_lines_are_not_gone_on_with(world, tmp_path):
         main([*world, str(out)])
 
 
+def test_one_process_evaluates_in_a_folder(world, tmp_path):
+    """Keeps out the same command started twice, whose rows would be mixed."""
+    with lock(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work in"):
+        main([*world, str(tmp_path / "out")])
+
+
 @pytest.mark.parametrize("arguments, words", [
     ([], "usage: python eval.py RUN"),
     (["--data", "q.jsonl"], "required: --model"),
@@ -322,7 +329,7 @@ def test_other_settings_weights_or_lines_are_not_gone_on_with(world, tmp_path):
     (["--model", "x", "--data", "q.jsonl", "--objectives", "3"], "--objectives 3 needs as many questions, and 2 are asked"),
     (["--model", "x", "--data", "missing.jsonl"], "no question file missing.jsonl"),
     (["--model", "x", "--data", "q.jsonl"], "brings no documents to search"),
-    (["--model", "./x", "--data", "q.jsonl", "--corpus", "c.jsonl"], "cannot load ./x"),
+    (["--model", "./x", "--data", "q.jsonl", "--corpus", "c.jsonl"], "there is no folder or file ./x"),
     (["--model", "x", "--data", "q.jsonl", "--out", "run"], "run holds a training run"),
     (["eval"], "eval is the folder of an evaluation"),
     (["run2"], "run2 is not a run's folder")])

@@ -117,8 +117,7 @@ def test_a_rollout_takes_what_is_estimated():
 
 def test_a_card_is_planned_with_a_tenth_to_spare():
     """Keeps out a run that is said to fit and has no room for the GPU's own needs."""
-    sizes = {"rollout": 21 * GiB, "update": GiB}
-    assert [fits(sizes, card * GiB) for card in (20, 23, 24)] == ["no", "tight", "yes"]
+    assert [fits(21 * GiB, card * GiB) for card in (20, 23, 24)] == ["no", "tight", "yes"]
 
 
 def test_a_dry_run_loads_and_writes_nothing(tmp_path):
@@ -135,7 +134,9 @@ def test_a_dry_run_loads_and_writes_nothing(tmp_path):
     rows = dict((line[:60].strip(), line[60:].split()) for line in done.stdout.splitlines())
     assert rows["KV cache, 192 rows of 4096 tokens"] == ["0.094"] and len(rows["sum"]) == 2 and "24 GB yes" in done.stdout     # 192·4096·128 B
     assert not (tmp_path / "run").exists()
+    sft = run("--model", model, "--data", tmp_path / "none.jsonl", "--dtype", "bfloat16", "--sft-only").stdout     # no rollout is made
+    assert dict((line[:60].strip(), line[60:].split()) for line in sft.splitlines())["sum"] == rows["sum"][1:] and "the update, fit?" in sft
     done = run("--model", "./none/such", "--data", "-")
-    assert done.returncode == 2 and "cannot load ./none/such" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 2 and "there is no folder or file ./none/such" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     done = run("--policy", "feedback")
     assert done.returncode == 2 and "give full or lastkv" in done.stderr

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (GenerationConfig, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM,
+                          OPTConfig, OPTForCausalLM)
 
 import policy as policy_file
 from agent_loop import rollout, sample
@@ -38,7 +39,7 @@ def pad(rows: list[list[int]], filler: int = 0) -> torch.Tensor:
 
 
 def close(a, b):
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-5)     # logits of up to 10 in float32, by other kernels
 
 
 # ------------------------------------------------------------------------------------------------------------- step
@@ -372,6 +373,13 @@ def test_a_template_that_drops_messages_is_refused():
         Chat(greedy_tokenizer(template="{{ messages[-1]['content'] }}"))
 
 
+def test_a_template_without_a_system_role_has_the_text_in_the_users_turn():
+    """Keeps out the refusal of models whose template raises over a system message (Gemma, older Mistrals)."""
+    tokenizer = greedy_tokenizer(template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE)
+    chat = Chat(tokenizer)
+    assert tokenizer.decode(chat.prompt("Who?")) == f"<|im_start|>user\n{SYSTEM}\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_text_never_becomes_a_special_token():
     """Keeps out a document that ends the turn, and a lone surrogate that ends the run."""
     tokenizer = greedy_tokenizer()
@@ -402,7 +410,7 @@ def test_a_folder_here_goes_before_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, message", [
     ("Qwen0-none-such", "cannot load Qwen/Qwen0-none-such (from --model Qwen0-none-such): "),
     ("nobody/none-such", "cannot load nobody/none-such "),
-    ("./none/such", "cannot load ./none/such "),
+    ("./none/such", "there is no folder or file ./none/such; "),
     ("/none/such", "there is no folder or file /none/such; ")])
 def test_what_cannot_be_loaded_is_said_in_one_sentence(monkeypatch, name, message):
     """Keeps out a page of traceback, and a wait for the network, for a mistyped name."""
@@ -427,6 +435,33 @@ def test_a_damaged_folder_ends_in_one_sentence(tmp_path, file, change, words):
     with pytest.raises(ValueError, match=words) as error:
         load_policy(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("model, words", [
+    (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "GraniteForCausalLM scales or caps its logits"),
+    (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)), "MistralForCausalLM with sliding windows of 4 tokens is not supported"),
+    (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)), None),
+    (lambda: tiny_model(use_sliding_window=True, sliding_window=4, max_window_layers=1), "Qwen2ForCausalLM with sliding"),
+    (lambda: tiny_model(use_sliding_window=False, sliding_window=4), None)])
+def test_an_architecture_that_computes_something_else_is_refused(model, words):
+    """Keeps out wrong log-probabilities that no ratio shows: logits scaled behind the output layer, layers that see a window only."""
+    policy = Policy(model())
+    if words:
+        with pytest.raises(ValueError, match=words):
+            policy_file.check_architecture(policy)
+    else:
+        policy_file.check_architecture(policy)
+
+
+def test_of_several_gguf_files_one_is_to_be_named(tmp_path):
+    """Keeps out the first by name, taken silently."""
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="holds 2 GGUF files; name one: a.gguf, b.gguf"):
+        load_policy(str(tmp_path))
 
 
 @pytest.mark.parametrize("file", [None, "pytorch_model.bin"])
