@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from tqdm import tqdm
-
-from corpus import load_corpus, text_start, utf8
+from corpus import corpus_document, file_bar, load_corpus, text_start, utf8
 from retriever import Retriever
 from reward import answer_parts
 from world import WORLD_INSTRUCTIONS, question_stream, world_questions
@@ -38,14 +36,9 @@ def is_array(path, kind: str) -> bool:
     return text_start(path, kind).startswith(b"[")
 
 
-def reading_bar(path) -> tqdm:
-    """A bar over a file's bytes, for files that take longer than two seconds."""
-    return tqdm(desc=f"reading {Path(path).name}", total=Path(path).stat().st_size, unit="B", unit_scale=True, delay=2, leave=False)
-
-
 def read_json_lines(path) -> Iterator[tuple[int, dict]]:
     """(line number, object) of each non-blank line; a byte-order mark and Windows line ends are fine, and U+2028 ends no line."""
-    with open(path, "rb") as file, reading_bar(path) as bar:
+    with open(path, "rb") as file, file_bar(path, "Reading") as bar:
         for number, raw in enumerate(file, 1):
             bar.update(len(raw))
             line = utf8(raw, path, number)
@@ -66,7 +59,7 @@ def read_array(path) -> Iterator[tuple[int, dict]]:
     space, parse, end, at = re.compile(r"\s*"), json.JSONDecoder().raw_decode, len(text.rstrip()), text.index("[")
     if re.fullmatch(r"\s*\[\s*\]\s*", text):
         return
-    with reading_bar(path) as bar:
+    with file_bar(path, "Reading") as bar:
         for number in count(1):
             start = at                                         # on the "[" or "," before the entry
             try:
@@ -166,13 +159,6 @@ def musique_form(row: dict) -> tuple[list, list]:
     return [(title, text) for _, title, text in table], support if all(sentence for _, sentence in support) else []
 
 
-def checked_document(row, where: str, number: int) -> dict:
-    """{"id", "title", "text"} of a document; a missing id is made from its number."""
-    if not isinstance(row, dict) or not isinstance(row.get("title"), str) or not isinstance(row.get("text"), str):
-        raise ValueError(f"{where}: a document needs a \"title\" and a \"text\"")
-    return {"id": str(row["id"] if row.get("id") is not None else number), "title": row["title"], "text": row["text"]}
-
-
 def read_questions(path) -> tuple[list[dict], list[dict]]:
     """(questions, the documents that came with them) of a file, told apart by content: JSONL or a JSON array; each row in the form of
     HotpotQA, 2WikiMultihopQA, MuSiQue, Search-R1 or FlashRAG, or plain: "question", its answer, and maybe "id" and "documents".
@@ -200,9 +186,10 @@ def read_questions(path) -> tuple[list[dict], list[dict]]:
         question["id"] = f"{source}/{name}" if any((other, name) in ids for other in sources - {source}) else name
         sources.add(source)
         if row.get("documents") is not None:
-            if not isinstance(row["documents"], list):
-                raise ValueError(f"{where}: \"documents\" must be a list of objects with a \"title\" and a \"text\"")
-            question["documents"] = [checked_document(d, where, i) for i, d in enumerate(row["documents"])]
+            try:
+                question["documents"] = [corpus_document(d, i) for i, d in enumerate(row["documents"])]
+            except (TypeError, ValueError):
+                raise ValueError(f'{where}: "documents" must be a list of objects with a "title" and a "text"') from None
         musique = row.get("paragraphs") is not None or row.get("question_decomposition") is not None
         try:
             paragraphs, support = (musique_form if musique else wiki_form)(row)
