@@ -58,17 +58,6 @@ def identity(name: str) -> str | None:
     return hashed.hexdigest() if path.exists() else None
 
 
-def read_object(path: Path) -> dict:
-    """The JSON object that a run wrote."""
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it is no JSON object; bring back a copy, or give another --out")
-    return found
-
-
 def sync(path) -> None:
     """Have the system write a file, or a folder's list of names, to the disk now."""
     handle = os.open(path, os.O_RDONLY)

@@ -92,6 +92,17 @@ def read_rows(path, kind: str) -> Iterator[tuple[str, dict]]:
         yield f"{path}, {'entry' if array else 'line'} {number}", row
 
 
+def read_object(path: Path) -> dict:
+    """The JSON object that a run wrote."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it is no JSON object; bring back a copy, or give another --out")
+    return found
+
+
 # ---- one question in each published form ----
 
 PUBLISHED = ("context", "supporting_facts", "paragraphs", "question_decomposition", "answerable")

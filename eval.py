@@ -30,8 +30,8 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from agent_loop import HISTORIES, INSTRUCTIONS, parse_action, rollout
-from checkpoint import lock, read_object
-from data import load_data, objectives, read_questions, shared_retriever
+from checkpoint import lock
+from data import load_data, objectives, read_object, read_questions, shared_retriever
 from lastkv import under_rule
 from options import one_namespace, option
 from policy import load_policy, run_script, usable_device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
-from checkpoint import read_object
+from data import read_object
 from mempo import GATES
 
 # option: (embedded world, otherwise); every other option has one default

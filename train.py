@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from agent_loop import INSTRUCTIONS, information, rollout, waste
 from chat import Chat
-from checkpoint import Run, identity, read_object, write_text
-from data import load_data
+from checkpoint import Run, identity, write_text
+from data import load_data, read_object
 from demonstrations import chat_demonstrations, support_demonstrations
 from eval import evaluate, figures, mean, print_table, show
 from forecast import forecast
