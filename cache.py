@@ -36,7 +36,6 @@ class SlotCache(Cache):
         """Announce that rows start … start + n − 1 are about to receive `lengths` [n] new tokens each."""
         n, S = len(lengths), int(lengths.max())
         old = self.length[start:start + n]
-        check_room(self, old + lengths)
         row, column = (torch.arange(S) < lengths[:, None]).nonzero(as_tuple=True)
         self.start, self.n, self.K = start, n, int((old + lengths).max())
         self.index = tuple(i.to(device) for i in (start + row, old[row] + column, row, column))

@@ -20,6 +20,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -34,10 +35,7 @@ LOGIT_BLOCK = 2 ** 22  # logits held at once by `logprobs`, in elements: 16 MB i
 
 def pad_right(rows: list[list], dtype=torch.long, device=None) -> torch.Tensor:
     """Lists of different lengths -> [B,T], zeros on the right."""
-    out = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
-    for b, row in enumerate(rows):
-        out[b, :len(row)] = torch.tensor(row, dtype=dtype)
-    return out.to(device)
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
 
 
 class TokenLogProb(torch.autograd.Function):
