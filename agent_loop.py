@@ -259,14 +259,14 @@ def open_turn(chat: Chat, episode: Episode, limits: Limits, reply: list[int]) ->
     t = episode.trajectory
     length = len(t.response_ids) + len(reply) + len(forced(chat, episode))
     context = len(t.prompt_ids) + length if limits.history == "full" else len(episode.pending)
-    room = [("context", (limits.window or 1 << 60) - context), ("max_tokens", (limits.max_response_tokens or 1 << 60) - length)]
-    for reason, left in room:
+    room = [((limits.window or 1 << 60) - context, "context"), ((limits.max_response_tokens or 1 << 60) - length, "max_tokens")]
+    for left, reason in room:
         if left < 1:
             t.stop_reason = reason
             return
     t.append(reply)
     t.context_lengths.append(context)
-    episode.budget, episode.limit = min((room[0][1], "context"), (room[1][1], "max_tokens"), (limits.max_turn_tokens or 1 << 60, "max_turns"))
+    episode.budget, episode.limit = min(*room, (limits.max_turn_tokens or 1 << 60, "max_turns"))
     episode.sampled, episode.logprobs = [], []
 
 

@@ -32,10 +32,10 @@ def facts_of(question: dict) -> list[tuple[str, list[str]]]:
     return [(title, list(dict.fromkeys(sentences))) for title, sentences in facts.items()]
 
 
-def shows(text: str, fact) -> bool:
-    """Whether a tool's text holds all sentences of a fact, line breaks apart."""
+def shows(text: str, sentences: list[str]) -> bool:
+    """Whether a tool's text holds all sentences, line breaks apart."""
     text = " ".join(text.split())
-    return all(" ".join(sentence.split()) in text for sentence in fact[1])
+    return all(" ".join(sentence.split()) in text for sentence in sentences)
 
 
 def names(text: str, title: str) -> bool:
@@ -58,7 +58,7 @@ def script(question: dict, retriever, top_k: int) -> list[tuple] | None:
                                           (f"That did not show {title} either; its page may be there.", "access", title)):
             argument = neutralise(argument)                    # as the policy would write it, and parse_action read it
             result = retriever.search(argument, top_k) if action == "search" else (retriever.access(argument) or [""])[0]
-            fact = (title, sentences) if shows(result, (title, sentences)) else None
+            fact = (title, sentences) if shows(result, sentences) else None
             steps.append((title, f"<think>{neutralise(thought)}</think><{action}>{argument}</{action}>", result, fact))
             seen += f"\n{result}"
             if fact:
