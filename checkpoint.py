@@ -76,8 +76,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints of a folder, oldest first."""
-    return sorted((path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=lambda path: int(NAME.fullmatch(path.name)[1]))
+    """All checkpoints of a folder, oldest first, since their numbers have leading zeros."""
+    return sorted(path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name))
 
 
 def newest(folder: Path) -> Path | None:
