@@ -110,9 +110,6 @@ class OptimizerOptions:
                                   "assistant says")
 
 
-GROUPS = (ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions)
-
-
 HARMLESS = ("out", "resume", "save_every", "dry_run", "gradient_checkpointing")   # may differ when a run goes on: the result does not depend on them
 # option -> (least, most or None)
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
@@ -125,7 +122,8 @@ BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None
 
 def parse_options(argv: list[str]) -> Namespace:
     """The command line as one namespace, with the defaults of the embedded world or of a real run filled in, or, to resume, the run's own."""
-    parser = HfArgumentParser(GROUPS, formatter_class=HelpFormatter, usage="python train.py [option ...]", description="Train a memory agent with MemPO.")
+    parser = HfArgumentParser((ModelOptions, DataOptions, RolloutOptions, MemPOOptions, OptimizerOptions), formatter_class=HelpFormatter,
+                              usage="python train.py [option ...]", description="Train a memory agent with MemPO.")
     o = read_options(parser, argv)
     if o.resume and (config := Path(o.out) / "config.json").exists():
         saved = {name: value for name, value in read_object(config).items() if hasattr(o, name) and name not in HARMLESS}
@@ -172,10 +170,8 @@ def check(parser: HfArgumentParser, o: Namespace) -> None:
         parser.error(f"--temperature is {o.temperature}; training samples, so give a value above 0 (evaluation is greedy anyway)")
     if o.corpus and not o.data:
         parser.error("--corpus needs --data: the embedded world's questions bring their own documents")
-    if o.data and not o.model:
-        parser.error("--data needs --model: the tiny policy knows only the embedded world's words")
-    if o.sft_data and not o.model:
-        parser.error("--sft-data needs --model: the tiny policy knows only the embedded world's words")
+    if (o.data or o.sft_data) and not o.model:
+        parser.error(f"--{'data' if o.data else 'sft-data'} needs --model: the tiny policy knows only the embedded world's words")
     if o.sft_data and not o.data and (o.eval_questions or not o.sft_only):
         parser.error("--sft-data without --data has no questions: give --sft-only and no --eval-questions, or --data")
     if (o.sft_data or o.sft_only) and not o.cold_start_steps:
