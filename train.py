@@ -73,8 +73,7 @@ def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None
     round_masters(policy, masters)
     bar = tqdm(demonstrations(data, o, first), "cold start", o.cold_start_steps, initial=first, mininterval=1)
     for step, batch in enumerate(bar, first):
-        for group in optimizer.param_groups:
-            group["lr"] = o.cold_start_lr * min(1, (step + 1) / 30) * (1 - step / o.cold_start_steps)
+        optimizer.param_groups[0]["lr"] = o.cold_start_lr * min(1, (step + 1) / 30) * (1 - step / o.cold_start_steps)
         rows = [render(chat, demonstration) for demonstration in batch]
         fitting = [row for row in rows if len(row[0]) <= window]
         long += len(rows) - len(fitting)
@@ -123,7 +122,7 @@ def score(policy, tokenizer, t, format_score: float) -> float | None:
     """compute_score; None, and a warning, where it fails or the teacher cannot read a snapshot: that costs the trajectory, not its group."""
     try:
         longest, window = max(map(len, t.full_traj + t.mem_traj), default=0), getattr(policy, "context_length", None)
-        if longest and window and longest + len(build_answer(tokenizer, gold_text(t.question))[0]) > window:
+        if longest and window and longest + len(build_answer(tokenizer, t.question["answers"][0])[0]) > window:
             raise ValueError(f"a memory's context and the answer exceed the model's {window} tokens")
         return float(compute_score(t.turns, t.question["answers"], format_score))
     except Exception as error:                                 # whatever a scorer, or an odd question, may raise
@@ -137,10 +136,10 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     A trajectory whose scorer failed has no part in its group, and advantage 0. "broken" lists those whose score or reward is not finite.
     """
     scores = [score(policy, tokenizer, t, o.format_score) for t in trajectories]
-    full, mem = ([[] if s is None else snapshots for s, snapshots in zip(scores, column)]
-                 for column in ([t.full_traj for t in trajectories], [t.mem_traj for t in trajectories]))
-    P = memory_rewards(policy, tokenizer, full, mem,
-                       [gold_text(t.question) for t in trajectories], o.threshold, o.gate, o.token_budget)
+    full = [[] if s is None else t.full_traj for s, t in zip(scores, trajectories)]
+    mem = [[] if s is None else t.mem_traj for s, t in zip(scores, trajectories)]
+    golds = [t.question["answers"][0] for t in trajectories]                            # the first alias
+    P = memory_rewards(policy, tokenizer, full, mem, golds, o.threshold, o.gate, o.token_budget)
     rewards = [[P_mem - P_full for P_mem, P_full in turns] for turns in P]
     broken = [i for i, r in enumerate(rewards) if not all(map(math.isfinite, [scores[i] or 0.0, *r]))]
     good = [i for i, s in enumerate(scores) if s is not None and i not in broken]
@@ -150,15 +149,15 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     memory = compute_grpo_memory_advantage([rewards[i] for i in good], [trajectories[i].mem_spans for i in good], group_ids, mask[good])
     advantages[good] = compute_advantage(outcome, memory, mask[good], o.memory_weight)
 
-    groups = set(group_ids)
+    groups = [[i for i in good if trajectories[i].group_id == group] for group in set(group_ids)]
     flat = [p for i in good for p in P[i]]
     rows = [figures(t) for t in trajectories]
     return advantages, rewards, scores, {
         "score": mean(scores[i] for i in good), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
-        "memory_reward": mean([m - f for m, f in flat]), "P_mem": mean([m for m, _ in flat]), "P_full": mean([f for _, f in flat]),
+        "memory_reward": mean(m - f for m, f in flat), "P_mem": mean(m for m, _ in flat), "P_full": mean(f for _, f in flat),
         "memory_turns": len(flat), "failed": scores.count(None), "broken": broken,
-        "flat_groups": mean([len({scores[i] for i, g in zip(good, group_ids) if g == group}) == 1 for group in groups]),
-        "flat_memory_groups": mean([len({r for i, g in zip(good, group_ids) if g == group for r in rewards[i]}) < 2 for group in groups]),
+        "flat_groups": mean(len({scores[i] for i in group}) == 1 for group in groups),
+        "flat_memory_groups": mean(len({r for i in group for r in rewards[i]}) < 2 for group in groups),
         "stop_reasons": dict(Counter(t.stop_reason for t in trajectories))}
 
 
@@ -190,18 +189,13 @@ def update(policy, reference, optimizer, trajectories, advantages, o: Namespace)
         if not loss.isfinite():
             bad += batch
             continue
-        share = stats["tokens"] / max(total, 1)
+        share = stats["tokens"] / total
         (loss * share).backward()
         logged.update({"loss": loss.item() * share})
         logged.update({name: stats[name] * share for name in ("kl", "clip_fraction", "kl_reference") if name in stats})
         logged["max_ratio_dev"] = max(logged["max_ratio_dev"], stats["max_ratio_dev"])
     norm = optimizer_step(policy, optimizer, o.max_grad_norm, not bad)
     return {**logged, "grad_norm": norm, "trained_tokens": total, "skipped": (bad or seen) if norm is None else []}
-
-
-def gold_text(question: dict) -> str:
-    """The gold answer that the teacher scores: the first alias."""
-    return question["answers"][0]
 
 
 def sample_record(step: int, i: int, t, **more) -> str:
@@ -222,8 +216,7 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
     bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1, disable=not o.steps)
     metrics, samples, skipped = files = [open(run.out / name, "a") for name in names]
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = o.lr * (1 - step / o.steps)
+        optimizer.param_groups[0]["lr"] = lr = o.lr * (1 - step / o.steps)
         questions = [next(data.train) for _ in range(o.questions_per_step)]
         clock, counters = [time.perf_counter()], {}
         trajectories = rollout(policy, tokenizer, questions, data.retriever, group_size=o.group_size, max_turns=o.max_turns,
@@ -240,9 +233,9 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
         clock.append(time.perf_counter())
         logged |= updates[0] | {"skipped": sum(bool(u["skipped"]) for u in updates), "ratio_by_epoch": [u["max_ratio_dev"] for u in updates]}
         seconds = {part: b - a for part, a, b in zip(("rollout", "scoring", "update"), clock, clock[1:])}
-        record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": group["lr"], "gate": o.gate, "seconds": seconds}
+        record = {"step": step, **logged, **counters, **waste(trajectories, counters), "lr": lr, "gate": o.gate, "seconds": seconds}
         metrics.write(json.dumps(record) + "\n")
-        for i, (t, r, s) in list(enumerate(zip(trajectories, rewards, scores)))[:2]:
+        for i, (t, r, s) in islice(enumerate(zip(trajectories, rewards, scores)), 2):
             samples.write(sample_record(step, i, t, score=s, memory_rewards=[x if math.isfinite(x) else None for x in r],
                                         stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
         for i in sorted({i for u in updates for i in u["skipped"]}):
