@@ -36,8 +36,8 @@ def is_array(path, kind: str) -> bool:
     return text_start(path, kind).startswith(b"[")
 
 
-def read_json_lines(path) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of each non-blank line; a byte-order mark and Windows line ends are fine, and U+2028 ends no line."""
+def read_json_lines(path) -> Iterator[tuple[int, object]]:
+    """(line number, value) of each non-blank line; a byte-order mark and Windows line ends are fine, and U+2028 ends no line."""
     with open(path, "rb") as file, file_bar(path, "Reading") as bar:
         for number, raw in enumerate(file, 1):
             bar.update(len(raw))
@@ -48,13 +48,11 @@ def read_json_lines(path) -> Iterator[tuple[int, dict]]:
                 except (json.JSONDecodeError, RecursionError) as error:
                     remedy = "mend or delete the line" if raw.endswith(b"\n") else "if the download was cut off here, fetch the file again"
                     raise ValueError(f"{path}, line {number}: not valid JSON ({getattr(error, 'msg', error)}); {remedy}") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}, line {number}: a JSON object is needed, not {type(row).__name__}")
                 yield number, row
 
 
-def read_array(path) -> Iterator[tuple[int, dict]]:
-    """(entry number, object) of a JSON array, parsed entry by entry: half a gigabyte of HotpotQA never stands in memory as objects."""
+def read_array(path) -> Iterator[tuple[int, object]]:
+    """(entry number, value) of a JSON array, parsed entry by entry: half a gigabyte of HotpotQA never stands in memory as objects."""
     text = utf8(Path(path).read_bytes(), path)
     space, parse, end, at = re.compile(r"\s*"), json.JSONDecoder().raw_decode, len(text.rstrip()), text.index("[")
     if re.fullmatch(r"\s*\[\s*\]\s*", text):
@@ -77,8 +75,6 @@ def read_array(path) -> Iterator[tuple[int, dict]]:
                                  "again") from None
             except RecursionError as error:
                 raise ValueError(f"{path}, entry {number}: not valid JSON ({error}); mend it or download it again") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, entry {number}: a JSON object is needed, not {type(row).__name__}")
             bar.update(at - start)
             yield number, row
             if text[at] == "]":
@@ -89,7 +85,10 @@ def read_rows(path, kind: str) -> Iterator[tuple[str, dict]]:
     """(where: file and line or entry, object) of JSONL or of a JSON array."""
     array = is_array(path, kind)
     for number, row in (read_array if array else read_json_lines)(path):
-        yield f"{path}, {'entry' if array else 'line'} {number}", row
+        where = f"{path}, {'entry' if array else 'line'} {number}"
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: a JSON object is needed, not {type(row).__name__}")
+        yield where, row
 
 
 def read_object(path: Path) -> dict:
