@@ -176,7 +176,7 @@ def lock(out: Path):
 
 
 class Run:
-    """Where a run stands, and its stops. A training loop asks `begin` where to start and tells `done` after every step."""
+    """Where a run stands, and its stops. A training loop asks `begin` where to start, writes to `files`, and tells `done` after every step."""
 
     def __init__(self, out: Path, every: int, settings: dict | None = None):
         self.out, self.folder, self.every, self.lock = out, out / "checkpoints", every, lock(out)
@@ -209,25 +209,26 @@ class Run:
     def begin(self, stage: str, steps: int, parameters: list, optimizer, generator=None, names=()) -> int:
         """The step at which a stage of so many goes on, everything restored; a new one begins with a checkpoint, and 0.
 
-        names: files in the run's folder that a step appends to; lines of steps that will be done again are cut off.
+        names: of `files` in the run's folder, to which a step appends lines; those of steps that will be done again are cut off.
         """
+        self.content = parameters, optimizer, generator
         if self.state["stage"] != stage:
             self.state |= {"stage": stage, "step": 0}
-            self.save(parameters, optimizer, generator)
+            self.save()
         else:
-            restore(self.path, parameters, optimizer, generator)
-        for name in names:
-            path, size = self.out / name, self.state["sizes"].get(name, 0)
-            if size > (path.stat().st_size if path.exists() else 0):
-                raise ValueError(f"{path} is shorter than it was when the checkpoint was saved; bring it back, or start the run again")
-            path.touch()
-            os.truncate(path, size)
+            restore(self.path, *self.content)
+        self.files = [open(self.out / name, "a", buffering=1) for name in names]
+        for name, file in zip(names, self.files):
+            size = self.state["sizes"].get(name, 0)
+            if size > os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{file.name} is shorter than it was when the checkpoint was saved; bring it back, or start the run again")
+            file.truncate(size)
         self.steps, self.inside = steps, self.state["step"] < steps
         return self.state["step"]
 
-    def save(self, parameters: list, optimizer, generator=None) -> None:
+    def save(self) -> None:
         self.state["seconds"] = self.seconds()
-        self.path = save(self.folder, self.state, parameters, optimizer, generator)
+        self.path = save(self.folder, self.state, *self.content)
 
     def count_skipped(self, skipped: bool, most: int) -> None:
         """Raises after `most` skipped steps in a row."""
@@ -236,15 +237,14 @@ class Run:
             raise ValueError(f"the last {most} steps were skipped because loss or gradient was not finite; the weights are still those of before: "
                              f"lower the learning rate, or see {self.out / 'skipped.jsonl'} for what caused it")
 
-    def done(self, step: int, parameters: list, optimizer, generator=None, files=()) -> None:
+    def done(self, step: int) -> None:
         """A step is over: save if it is time to, or if it is the last one or a stop is asked for; then stop."""
         self.state["step"], last = step + 1, step + 1 == self.steps
         if last or self.signal or (step + 1) % self.every == 0:
-            for file in files:
-                file.flush()
+            for file in self.files:
                 os.fsync(file.fileno())
                 self.state["sizes"][Path(file.name).name] = os.fstat(file.fileno()).st_size
-            self.save(parameters, optimizer, generator)
+            self.save()
         self.inside = not last
         if self.signal:
             self.stop(self.signal, f"stopped after step {step + 1} of {self.state['stage']}")

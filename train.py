@@ -69,7 +69,7 @@ def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None
     chat, long, window = Chat(tokenizer), 0, policy.context_length or 1 << 60
     optimizer = torch.optim.AdamW(masters, lr=o.cold_start_lr, betas=(0.9, 0.98), weight_decay=0.01, foreach=False)
     first = run.begin("cold start", o.cold_start_steps, masters, optimizer, names=["skipped.jsonl"])
-    skipped = open(run.out / "skipped.jsonl", "a")
+    [skipped] = run.files
     round_masters(policy, masters)
     bar = tqdm(demonstrations(data, o, first), "cold start", o.cold_start_steps, initial=first, mininterval=1)
     for step, batch in enumerate(bar, first):
@@ -85,10 +85,9 @@ def cold_start(policy, masters, tokenizer, data, o: Namespace, run: Run) -> None
         for i in (bad or range(len(fitting))) if norm is None else []:
             ids = fitting[i][0]
             skipped.write(json.dumps({"stage": "cold start", "step": step, "row": i, "ids": ids, "text": tokenizer.decode(ids)}) + "\n")
-        skipped.flush()
         run.count_skipped(norm is None, MOST_SKIPPED)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        run.done(step, masters, optimizer, files=[skipped])
+        run.done(step)
     if long:
         print(f"cold start: {long} demonstrations were left out, as they are longer than the model's {window} tokens", file=sys.stderr)
 
@@ -206,15 +205,15 @@ def sample_record(step: int, i: int, t, **more) -> str:
 
 def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -> list:
     """The RL loop -> the last step's trajectories."""
-    trajectories, names = [], ("metrics.jsonl", "samples.jsonl", "skipped.jsonl")
+    trajectories = []
     optimizer = torch.optim.AdamW(masters, lr=o.lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=False)   # no temporaries as large as all weights
     generator = torch.Generator(policy.device).manual_seed(o.seed)
-    first = run.begin("RL", o.steps, masters, optimizer, generator, names)
+    first = run.begin("RL", o.steps, masters, optimizer, generator, ["metrics.jsonl", "samples.jsonl", "skipped.jsonl"])
+    metrics, samples, skipped = run.files
     round_masters(policy, masters)
     for _ in range(first * o.questions_per_step):              # drawn already
         next(data.train)
     bar = tqdm(range(first, o.steps), "RL", o.steps, initial=first, mininterval=1, disable=not o.steps)
-    metrics, samples, skipped = files = [open(run.out / name, "a") for name in names]
     for step in bar:
         optimizer.param_groups[0]["lr"] = lr = o.lr * (1 - step / o.steps)
         questions = [next(data.train) for _ in range(o.questions_per_step)]
@@ -240,12 +239,10 @@ def train(policy, masters, reference, tokenizer, data, o: Namespace, run: Run) -
                                         stop_reason=t.stop_reason, text=tokenizer.decode(t.prompt_ids + t.response_ids)))
         for i in sorted({i for u in updates for i in u["skipped"]}):
             skipped.write(sample_record(step, i, trajectories[i], prompt_ids=trajectories[i].prompt_ids, response_ids=trajectories[i].response_ids))
-        for file in files:
-            file.flush()
         bar.set_postfix(score=f"{logged['score']:.2f}", memory=f"{logged['memory_reward']:+.2f}",
                         ratio=f"{logged['max_ratio_dev']:.0e}", refresh=False)
         run.count_skipped(logged["skipped"] == len(updates), MOST_SKIPPED)
-        run.done(step, masters, optimizer, generator, files)
+        run.done(step)
     return trajectories
 
 
