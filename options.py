@@ -4,7 +4,7 @@
 """
 import sys
 from argparse import HelpFormatter, Namespace
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -137,18 +137,17 @@ def parse_options(argv: list[str]) -> Namespace:
 
 
 def one_namespace(parser: HfArgumentParser, argv: list[str]) -> Namespace:
-    """A script's groups of options as one namespace."""
-    *groups, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    """A script's options as one namespace; what is unknown or empty ends the program."""
+    o, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")
-    o = Namespace(**{name: value for group in groups for name, value in asdict(group).items()})
     if empty := [name for name, value in vars(o).items() if value == ""]:
         parser.error(f"--{empty[0].replace('_', '-')} is empty; give a name, or leave it out")
     return o
 
 
 def read_options(parser: HfArgumentParser, argv: list[str]) -> Namespace:
-    """The five groups as one namespace, defaults filled in."""
+    """The command line as one namespace, defaults filled in."""
     o = one_namespace(parser, argv)
     if o.cold_start_steps is None and (o.sft_data or o.sft_only and o.data):
         o.cold_start_steps = SFT_STEPS

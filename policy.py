@@ -344,17 +344,15 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
     """(Policy, tokenizer) by a name that `loading` takes. Pickled weights and remote code are refused."""
     device = usable_device(device)
     with loading(name) as (source, options):
-        # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
-        declared = {} if "gguf_file" in options else get_tokenizer_config(source, **options)
+        gguf = "gguf_file" in options
+        declared = {} if gguf else get_tokenizer_config(source, **options)     # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
-        if "gguf_file" not in options:
-            options["use_safetensors"] = True
-        model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, output_loading_info=True,
-                                                             ignore_mismatched_sizes=True, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, use_safetensors=None if gguf else True,
+                                                             output_loading_info=True, ignore_mismatched_sizes=True, **options)
         if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
             raise ValueError(f"its weights lack {wrong[0]} and {len(wrong) - 1} more in the shapes that config.json names; they would be random")
-    if options.get("gguf_file"):                               # saved again it is an ordinary float model
+    if gguf:                                                   # saved again it is an ordinary float model
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None
     if tokenizer.chat_template is None:
