@@ -42,16 +42,11 @@ def score_answers(policy, contexts: list[list[int]], answers: list[tuple[list[in
     The rows are right-padded micro-batches; the result does not depend on how they are cut.
     """
     rows = [context + ids for context, (ids, _) in zip(contexts, answers)]
+    masks = [[0] * len(context) + mask for context, (_, mask) in zip(contexts, answers)]
     out = [None] * len(rows)
     for batch in micro_batches([len(row) for row in rows], token_budget):
-        T = len(rows[batch[-1]])
-        ids = torch.zeros(len(batch), T, dtype=torch.long, device=policy.device)                     # [B,T]
-        select = torch.zeros(len(batch), T, dtype=torch.bool, device=policy.device)
-        for b, i in enumerate(batch):
-            n, mask = len(rows[i]), torch.tensor(answers[i][1], dtype=torch.bool)
-            ids[b, :n] = torch.tensor(rows[i])
-            select[b, n - len(mask):n] = mask
-        logp = policy.logprobs(ids, select).cpu()                                                    # [B,T]
+        ids, select = (pad_sequence([torch.tensor(of[i]) for i in batch], batch_first=True).to(policy.device) for of in (rows, masks))  # [B,T]
+        logp = policy.logprobs(ids, select.bool()).cpu()                                             # [B,T]
         for b, i in enumerate(batch):
             out[i] = logp[b, len(contexts[i]):len(rows[i])]
     return out
