@@ -103,7 +103,7 @@ def window(memory: AgentMemory) -> list[dict]:
     """prepare_prompt's messages with the notice put where a turn brought no result, so that the roles alternate."""
     messages = []
     for message in memory.prepare_prompt() + [{"role": "assistant", "content": ""}]:
-        if messages and message["role"] == messages[-1]["role"] == "assistant":
+        if message["role"] == "assistant" and messages[-1]["role"] == "assistant":
             messages.append({"role": "user", "content": information(NOTICE)})
         messages.append(message)
     return messages[:-1]

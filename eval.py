@@ -65,13 +65,13 @@ def show(tokenizer, t) -> str:
     """A trajectory as text; on a terminal sampled tokens are bright, memories green, tool and template tokens dim."""
     memory = {i for start, end in t.mem_spans for i in range(start, end)}
     styles = ["dim"] * len(t.prompt_ids) + ["green" if i in memory else "bright" if sampled else "dim" for i, sampled in enumerate(t.response_mask)]
-    codes = {"dim": "\033[0;2m", "green": "\033[0;32m", "bright": "\033[0;1m"} if sys.stdout.isatty() else dict.fromkeys(("dim", "green", "bright"), "")
+    codes, terminal = {"dim": "\033[0;2m", "green": "\033[0;32m", "bright": "\033[0;1m"}, sys.stdout.isatty()
     out, shown, end, ids = "", "", 0, t.prompt_ids + t.response_ids
     for style, stretch in groupby(styles):
         end += len(list(stretch))
         text = tokenizer.decode(ids[:end])
-        out, shown = out + codes[style] + text[len(shown):], text
-    return out + ("\033[0m" if codes["dim"] else "") + f"\n[{t.stop_reason}; gold: {t.question['answers'][0]}]"
+        out, shown = out + codes[style] * terminal + text[len(shown):], text
+    return out + "\033[0m" * terminal + f"\n[{t.stop_reason}; gold: {t.question['answers'][0]}]"
 
 
 # ---- a training run's table ----
