@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from chat import SYSTEM, Chat
+from chat import SYSTEM, TAGS, Chat
 from policy import pad_right
 from retriever import Retriever
 
-TAGS = ("mem", "think", "search", "access", "answer", "information")
 ACTIONS = ("search", "access", "answer")
 HISTORIES = ("full", "compressed", "none")                     # what a turn sees of the turns before it
 INSTRUCTIONS = """Answer the question below. Work in turns. In every turn first think inside <think>…</think>, then take exactly one action:
@@ -61,7 +60,8 @@ def neutralise(text: str) -> str:
         name = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", match[1]).casefold()))
         return f"&lt;{match[1]}&gt;" if name in TAGS else match[0]
 
-    return BRACKETS.sub(plain, text)
+    text = BRACKETS.sub(plain, text)
+    return f" {text}" if unicodedata.combining(text[:1] or " ") else text      # else an accent would join the tag before it
 
 
 def information(text: str) -> str:

@@ -8,6 +8,7 @@ import re
 PLAIN_CHAT_TEMPLATE = (  # for models that bring none
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+TAGS = ("mem", "think", "search", "access", "answer", "information")  # of the agent's protocol
 SYSTEM = "You are a helpful assistant."  # always passed, so a template's own default never slips in
 
 
@@ -41,6 +42,9 @@ class Chat:
         header = re.sub(r"<think>\s*$", "", header)             # a turn's own tags are the policy's, and <mem> comes first
         self.opening, self.to_user, self.header = (tokenizer.encode(piece, add_special_tokens=False) for piece in (opening, to_user, header))
         self.special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        controls = [t.content for t in tokenizer.added_tokens_decoder.values()
+                    if not t.special and t.content[:1] == "<" and t.content[-1:] == ">" and t.content.strip("</>") not in TAGS]
+        self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")        # as <tool_call> in Qwen2.5's vocabulary, which is not "special"
         self.mem = self.encode("<mem>")
         self.stops = {tokenizer.eos_token_id, *[i for i in self.to_user[:1] if i in self.special]} - {None}
         self.closes = [">" in (t or "") for t in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]  # may end a tag
@@ -48,6 +52,9 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text: no special token comes out of it, and lone surrogates do not raise."""
         text = text.encode("utf-8", "replace").decode()
+        cuts = [0, *(match.start() + 1 for match in self.controls.finditer(text)), len(text)]
+        if len(cuts) > 2:
+            return [i for start, end in zip(cuts, cuts[1:]) for i in self.encode(text[start:end])]
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if self.special.isdisjoint(set(ids) - {self.tokenizer.unk_token_id}) or len(text) < 2:
             return ids

@@ -45,7 +45,7 @@ def read_json_lines(path) -> Iterator[tuple[int, object]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:      # numbers of thousands of digits raise ValueError
                     remedy = "mend or delete the line" if raw.endswith(b"\n") else "if the download was cut off here, fetch the file again"
                     raise ValueError(f"{path}, line {number}: not valid JSON ({getattr(error, 'msg', error)}); {remedy}") from None
                 yield number, row
@@ -73,7 +73,7 @@ def read_array(path) -> Iterator[tuple[int, object]]:
                     raise ValueError(f"{path} ends in the middle of entry {number}: the download was cut off, so fetch it again") from None
                 raise ValueError(f"{path}, line {error.lineno}: not valid JSON in entry {number} ({error.msg}); mend it or download it "
                                  "again") from None
-            except RecursionError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, entry {number}: not valid JSON ({error}); mend it or download it again") from None
             bar.update(at - start)
             yield number, row
@@ -164,6 +164,8 @@ def musique_form(row: dict) -> tuple[list, list]:
     numbered, support = {place if idx is None else idx: (title, text) for place, (idx, title, text) in enumerate(table)}, []
     for answer, idx, own in records(row.get("question_decomposition"), ("answer",), ("paragraph_support_idx",), ("support_paragraph",)):
         title, text = (own["title"], own["paragraph_text"]) if own else numbered.get(idx, ("", ""))
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise TypeError
         sentences = re.split(r"(?<=\w{4}[.!?])\s+", text)      # four letters before the mark: "St." and "U.S." end no sentence
         support.append((title, next((s for s in sentences if str(answer).casefold() in s.casefold()), text).strip()))
     return [(title, text) for _, title, text in table], support if all(sentence for _, sentence in support) else []

@@ -121,6 +121,8 @@ def compare(folders: list[Path]) -> None:
     print(f"{'run':<14}{'weight':>7}{'gate':>6}{'seed':>6}" + "".join(f"{title:>13}" for title in titles))
     for folder in folders:
         o, result = (read_object(folder / name) for name in ("config.json", "result.json"))
+        if "seconds" not in result:
+            raise ValueError(f"{folder / 'result.json'} is damaged; python train.py --resume --out {folder} makes it again")
         rewards = [json.loads(line)["memory_reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-5:]
         cells = [f"{result[stage][column]:.3f}" if stage in result else "" for stage, column in (
             ("cold_start", "em_full"), ("cold_start", "em_compressed"), ("final", "em_full"), ("final", "em_compressed"),
@@ -336,7 +338,10 @@ def main(argv: list[str]) -> None:
     for folder in folders:
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder} is not a run's folder: it has no config.json")
-        if "objectives" in read_object(folder / "config.json"):
+        config = read_object(folder / "config.json")
+        if "memory_weight" not in config and "objectives" not in config:
+            raise ValueError(f"{folder} is not a run's folder: its config.json is something else's; a model's folder goes to --model, with --data")
+        if "objectives" in config:
             raise ValueError(f"{folder} is the folder of an evaluation; give the command that made it once more to see its table")
     if len(folders) > 1:
         return compare(folders)

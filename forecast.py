@@ -8,6 +8,7 @@ Left out: the GPU's context, its allocator's gaps, kernels' workspaces. Letters:
     python train.py --model Qwen2.5-1.5B --data hotpot.json --dry-run
 """
 import math
+import sys
 import weakref
 from argparse import Namespace
 from unittest.mock import patch
@@ -135,6 +136,8 @@ def forecast(config, o: Namespace) -> None:
 
 def main() -> None:
     """Qwen2.5 at train.py's defaults for a real model."""
+    if sys.argv[1:]:
+        raise ValueError(f"unknown option {sys.argv[1]}: it has none; for another model or setting use python train.py ... --dry-run")
     columns = [*(part for part in PARTS if part != "reference"), *PHASES]
     print(f"{'GiB':22}" + "".join(f"{name:>12}" for name in columns) + "".join(f"{size:6} GB" for size in CARDS))
     for name, (E, L, heads, kv, I) in tqdm(QWEN.items(), mininterval=1):

@@ -115,8 +115,8 @@ HARMLESS = ("out", "resume", "save_every", "dry_run", "gradient_checkpointing") 
 BOUNDS = dict(group_size=(2, None), questions_per_step=(1, None), steps=(0, None), epochs=(1, None), max_turns=(1, None), top_k=(1, None),
               token_budget=(1, None), max_response_tokens=(1, None), max_turn_tokens=(1, None), eval_questions=(0, None),
               eval_turns=(1, None), eval_batch_size=(1, None), cold_start_steps=(0, None), save_every=(1, None), chunk_size=(1, None),
-              replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1), clip_low=(0, 1), clip_high=(0, None), lr=(0, None),
-              cold_start_lr=(0, None), kl_coef=(0, None), max_grad_norm=(0, None), memory_weight=(0, None), format_score=(0, 1),
+              replay_rounds=(0, None), threshold=(0, 1), keep=(0, 1), clip_low=(0, 1), clip_high=(0, None), lr=(0, 10),
+              cold_start_lr=(0, 10), kl_coef=(0, None), max_grad_norm=(0, None), memory_weight=(0, None), format_score=(0, 1),
               seed=(0, 2 ** 63 - 1))
 
 
@@ -127,6 +127,8 @@ def parse_options(argv: list[str]) -> Namespace:
     o = read_options(parser, argv)
     if o.resume and (config := Path(o.out) / "config.json").exists():
         saved = {name: value for name, value in read_object(config).items() if hasattr(o, name) and name not in HARMLESS}
+        if "memory_weight" not in saved:
+            raise ValueError(f"{o.out} is not a run's folder: its config.json is something else's; give another --out")
         parser.set_defaults(**saved)
         o = read_options(parser, argv)
         if changed := [f"--{name.replace('_', '-')} (was {value})" for name, value in saved.items() if getattr(o, name) != value]:
@@ -138,6 +140,7 @@ def parse_options(argv: list[str]) -> Namespace:
 
 def one_namespace(parser: HfArgumentParser, argv: list[str]) -> Namespace:
     """A script's options as one namespace; what is unknown or empty ends the program."""
+    parser.print_usage = lambda *_: None                       # a mistake ends in one sentence
     o, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown option {unknown[0]}; --help lists them all")

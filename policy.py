@@ -274,7 +274,7 @@ def usable_device(device: str | None) -> str:
     """The device asked for, or cuda where there is one, else cpu."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device} cannot be used here ({first_line(error)}); leave it out or give cpu") from None
     return device
@@ -322,7 +322,7 @@ def loading(name: str):
 def load_config(name: str):
     """The configuration of what load_policy would load, without a weight."""
     with loading(name) as (source, options):
-        return AutoConfig.from_pretrained(source, **options)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def check_architecture(policy) -> None:
@@ -347,9 +347,14 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
         gguf = "gguf_file" in options
         declared = {} if gguf else get_tokenizer_config(source, **options)     # AutoTokenizer may overrule a Qwen2 folder's plain tokenizer.json
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, **options)
+        tokenizer = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(source, trust_remote_code=False, **options)
         model, report = AutoModelForCausalLM.from_pretrained(source, **{DTYPE: getattr(torch, dtype)}, use_safetensors=None if gguf else True,
-                                                             output_loading_info=True, ignore_mismatched_sizes=True, **options)
+                                                             trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        if not tokenizer.encode("text", add_special_tokens=False):
+            raise ValueError("it brings no tokenizer; copy the tokenizer's files there")
+        if tokenizer.vocab_size > model.get_input_embeddings().weight.shape[0]:
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens and its weights have {model.get_input_embeddings().weight.shape[0]}; "
+                             "they belong to different models")
         if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
             raise ValueError(f"its weights lack {wrong[0]} and {len(wrong) - 1} more in the shapes that config.json names; they would be random")
     if gguf:                                                   # saved again it is an ordinary float model
@@ -366,6 +371,8 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
 def run_script(name: str, main, *arguments) -> None:
     """A script's last line: main(*arguments); a user's mistake ends in one sentence and code 2, Ctrl-C in one and 130."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")                   # a lone surrogate in somebody's data can be shown
     transformers.logging.disable_progress_bar()                # its bars for a save of milliseconds
     transformers.logging.set_verbosity_error()                 # its tables of weights that do not fit: they are refused in one sentence
     try:

@@ -137,7 +137,7 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
     scores = [score(policy, tokenizer, t, o.format_score) for t in trajectories]
     full = [[] if s is None else t.full_traj for s, t in zip(scores, trajectories)]
     mem = [[] if s is None else t.mem_traj for s, t in zip(scores, trajectories)]
-    golds = [t.question["answers"][0] for t in trajectories]                            # the first alias
+    golds = ["" if s is None else t.question["answers"][0] for s, t in zip(scores, trajectories)]      # the first alias
     P = memory_rewards(policy, tokenizer, full, mem, golds, o.threshold, o.gate, o.token_budget)
     rewards = [[P_mem - P_full for P_mem, P_full in turns] for turns in P]
     broken = [i for i, r in enumerate(rewards) if not all(map(math.isfinite, [scores[i] or 0.0, *r]))]
@@ -150,7 +150,7 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 
     groups = [[i for i in good if trajectories[i].group_id == group] for group in set(group_ids)]
     flat = [p for i in good for p in P[i]]
-    rows = [figures(t) for t in trajectories]
+    rows = [figures(t) for s, t in zip(scores, trajectories) if s is not None]
     return advantages, rewards, scores, {
         "score": mean(scores[i] for i in good), **{column: mean(row[column] for row in rows) for column in ("em", "format", "turns")},
         "memory_reward": mean(m - f for m, f in flat), "P_mem": mean(m for m, _ in flat), "P_full": mean(f for _, f in flat),
@@ -258,7 +258,6 @@ def main(argv: list[str]) -> None:
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     if o.cold_start_steps:
         demonstrations(data, o)                                # refused early, if there are none
-    start = o.model or world_policy(out / "init", o.seed)
 
     def weights(name):
         policy, tokenizer = load_policy(name, o.dtype, o.device)
@@ -266,18 +265,20 @@ def main(argv: list[str]) -> None:
         policy.gradient_checkpointing = o.gradient_checkpointing
         return policy, tokenizer
 
-    policy, tokenizer = weights(start)
-    if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
+    policy, tokenizer = weights(o.model) if o.model else (None, None)
+    if o.model and not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
         raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
                          "and --max-turn-tokens")
     settings = vars(o) | {"contents": {name: identity(getattr(o, name)) for name in ("data", "corpus", "model", "sft_data") if getattr(o, name)}}
-    out.mkdir(parents=True, exist_ok=True)
+    run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})      # no other process from here on
     begun = read_object(out / "config.json").get("contents", {}) if (out / "config.json").exists() else settings["contents"]
     if changed := [name for name, found in settings["contents"].items() if begun.get(name) != found]:
         raise ValueError(f"--{changed[0].replace('_', '-')} {getattr(o, changed[0])} is not what {out} was begun with; bring that back, or start "
                          "a run of its own")
     write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
-    run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})
+    start = o.model or world_policy(out / "init", o.seed)
+    if not o.model:
+        policy, tokenizer = weights(start)
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "
           f"on {policy.device}, seed {o.seed}" + (f"; going on after step {run.state['step']} of {run.state['stage']}" if run.path else
                                                   "; no checkpoint yet, from the start" if o.resume else ""))

@@ -391,6 +391,33 @@ def test_a_reward_that_is_not_finite_is_named(monkeypatch, turns, rewards, broke
     assert logged["broken"] == broken and advantages.isfinite().all() and math.isfinite(logged["score"])
 
 
+def test_a_scorer_that_always_fails_costs_its_trajectories_only(monkeypatch):
+    """Keeps out a step that ends in a traceback: the figures are made by the same scorer, and a question may have no answer."""
+    rows = [trajectory(0, [3, 4]) for _ in range(2)]
+    rows[0].question = {"question": "Q", "answers": []}
+    rows[1].turns = ["<think>t</think><answer>x</answer>"]
+    monkeypatch.setattr(train, "memory_rewards", lambda policy, tokenizer, full, mem, golds, *a: [[] for _ in golds])
+    o = Namespace(format_score=0.1, threshold=0.5, gate="full", token_budget=64, memory_weight=1.0)
+    advantages, _, scores, logged = train.rewards_and_advantages(None, None, rows, o)
+    assert scores[0] is None and scores[1] is not None and logged["failed"] == 1 and not advantages.any()
+
+
+def test_a_folder_that_is_no_runs_is_left_as_it_is(tmp_path):
+    """Keeps out --resume in a model's folder, whose config.json a run's would replace."""
+    tiny_model(40).save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="is not a run's folder: its config.json is something else's"):
+        train.main(["--resume", "--out", str(tmp_path)])
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_second_process_changes_nothing(tmp_path):
+    """Keeps out a config.json of the one that came too late, under which the first could never be resumed."""
+    with checkpoint.lock(tmp_path / "run"), pytest.raises(ValueError, match="another process is at work"):
+        train.main(["--out", str(tmp_path / "run"), "--cold-start-steps", "0", "--steps", "0"])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
 def test_a_checkpoint_knows_its_run_and_a_folder_has_one_process(tmp_path, handlers):
     """Keeps out a run that goes on from another's weights, and two processes that write into one folder."""
     first = checkpoint.Run(tmp_path, 1, {"lr": 1})

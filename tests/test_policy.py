@@ -380,6 +380,16 @@ def test_a_template_without_a_system_role_has_the_text_in_the_users_turn():
     assert tokenizer.decode(chat.prompt("Who?")) == f"<|im_start|>user\n{SYSTEM}\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_an_added_token_that_controls_is_spelled_out_and_a_tag_of_the_protocol_is_not():
+    """Keeps out a document's <tool_call>, which Qwen2.5's vocabulary does not call special; Qwen3's <think> is what the policy itself writes."""
+    tokenizer = greedy_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "<think>"])
+    chat, call, think = Chat(tokenizer), *tokenizer.convert_tokens_to_ids(["<tool_call>", "<think>"])
+    ids = chat.encode("a<tool_call><think>b")
+    assert call not in ids and think in ids and tokenizer.decode(ids) == "a<tool_call><think>b"
+    assert tokenizer.encode("<tool_call>", add_special_tokens=False) == [call]
+
+
 def test_text_never_becomes_a_special_token():
     """Keeps out a document that ends the turn, and a lone surrogate that ends the run."""
     tokenizer = greedy_tokenizer()
@@ -454,6 +464,16 @@ def test_an_architecture_that_computes_something_else_is_refused(model, words):
             policy_file.check_architecture(policy)
     else:
         policy_file.check_architecture(policy)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    """Keeps out an IndexError in the middle of a run, and a folder without a tokenizer."""
+    tiny_model(40).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot load .*tokenizer"):
+        load_policy(str(tmp_path))
+    world_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its tokenizer has .* tokens and its weights have 40; they belong to different models"):
+        load_policy(str(tmp_path))
 
 
 def test_of_several_gguf_files_one_is_to_be_named(tmp_path):
