@@ -290,6 +290,18 @@ def growth_rows(model, tokenizer, all_turns):
     hook.remove()
 
 
+def bm25_rows(passages: int, rounds: int):
+    """Of benchmarks/bm25.py the part on the same tokens."""
+    arguments = [sys.executable, str(HERE / "bm25.py"), "--passages", str(passages), "--rounds", str(rounds)]
+    done = json.loads(subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])["same_tokens"]
+    for what, unit in (("build", "passages/s"), ("search", "queries/s")):
+        ours = done[f"{what}_ours"]
+        for peer in ("bm25s", "bm25s_numba", "rank_bm25"):
+            if isinstance(rate := done.get(f"{what}_{peer}"), float):
+                yield f"BM25 {what}, {passages:,} passages, beside {peer}", unit, rate, ours, ours / rate, (">=", 1) if peer == "bm25s" else None
+    yield "BM25: largest difference of scores", "", 0, done["max_score_difference"], done["max_score_difference"], ("<=", 1e-4)
+
+
 QWEN = dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
             tie_word_embeddings=True, max_position_embeddings=32768, rope_theta=1e6)          # Qwen2.5-1.5B
 
@@ -362,6 +374,7 @@ def parts(o):
     yield "logprobs", logprob_rows(512 if q else 4096, rounds, o.device)
     yield "iteration", iteration_rows(q, o.device)
     yield "growth", growth_rows(model, tokenizer, (2, 4) if q else (2, 4, 8, 16))
+    yield "bm25", bm25_rows(5000 if q else 100_000, rounds)
     if o.device.startswith("cuda"):
         for n in (1, 64):
             yield "decode", decode_rows(QWEN, n, 2048, 20 if q else 100, rounds, o.device)
@@ -387,10 +400,6 @@ def main(argv):
             wanted = "" if not goal else f"{goal[0]} {goal[1]:g}" + ("" if met else ", missed")
             print(f"{part:60}{unit:>10}{peer:12.5g}{ours:12.5g}{ratio:9.3g}   {wanted}", flush=True)
             result[part] = {"unit": unit, "peer": peer, "ours": ours, "ratio": ratio, "goal": wanted}
-    if (HERE / "bm25.py").exists() and not (o.only and o.only not in "bm25"):
-        done = subprocess.run([sys.executable, str(HERE / "bm25.py")], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-        print("\n".join(done[:-1]))
-        result["bm25"] = json.loads(done[-1])
     print(json.dumps(result))
 
 
