@@ -11,6 +11,7 @@ import math
 import sys
 import weakref
 from argparse import Namespace
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
@@ -82,7 +83,8 @@ def estimate(config, o: Namespace) -> dict[str, int]:
     if o.policy == "feedback":
         raise ValueError("the memory of --policy feedback cannot be estimated, since its W is scaled to real weights; give full or lastkv")
     (rows, tokens, B, T), live, parts = shapes(config, o), Live(), dict.fromkeys(PARTS, 0)
-    with live, patch.object(F, "scaled_dot_product_attention", fused):
+    with (live, patch.object(F, "scaled_dot_product_attention", fused),
+          patch.object(torch, "autocast", lambda *_, **__: nullcontext())):    # transformers 4 switches it off in places, and meta knows none
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **{DTYPE: getattr(torch, o.dtype)})
         policy = under_rule(Policy(model), o.policy, o.chunk_size, o.replay_rounds)

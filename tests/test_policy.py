@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (GenerationConfig, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM,
@@ -316,7 +317,8 @@ def saved_bytes(call):
 SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64)
 BUILDS = [(lambda: Policy(tiny_model(V, attention_dropout=0.5)), 0.3), (lambda: LastKV(tiny_model(V), 8), 0.6), (lambda: Feedback(tiny_model(V), 2), 0.3),
           (lambda: Policy(OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5))), 0.3),
-          (lambda: Policy(GPT2LMHeadModel(GPT2Config(**SMALL, resid_pdrop=0.5))), 0.3)]
+          pytest.param(lambda: Policy(GPT2LMHeadModel(GPT2Config(**SMALL, resid_pdrop=0.5))), 0.3, marks=pytest.mark.skipif(
+              transformers.__version__ < "5", reason="GPT-2 of transformers 4 takes no cache but its own"))]
 
 
 @pytest.mark.parametrize("build, share", BUILDS, ids=["qwen2", "lastkv", "feedback", "opt", "gpt2"])
@@ -441,6 +443,8 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(monkeypatch, name, messag
 def test_a_damaged_folder_ends_in_one_sentence(tmp_path, file, change, words):
     """Keeps out a traceback from inside transformers or its template engine, and random weights where those on the disk do not fit."""
     world_policy(tmp_path, 0)
+    if not (tmp_path / file).exists():
+        pytest.skip(f"this transformers writes no {file}")
     (tmp_path / file).write_text(change((tmp_path / file).read_text()))
     with pytest.raises(ValueError, match=words) as error:
         load_policy(str(tmp_path))
