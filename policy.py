@@ -83,10 +83,18 @@ class Policy:
     rule, setting = "full", {}                                 # how the model is executed; what a checkpoint of it depends on
 
     def __init__(self, model):
-        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype      # kept: transformers looks through all weights for them
+        self.model, self.weight = model.eval(), next(model.parameters())       # one that tells device and dtype, which transformers asks all for
         self.cache_argument = "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
         self.max_tokens_a_pass = 16384                         # bounds the activations and the [n,1,S,K] mask of a prefill
         self.gradient_checkpointing = False                    # keep a layer's inputs only and compute it again in the backward pass
+
+    @property
+    def device(self):
+        return self.weight.device
+
+    @property
+    def dtype(self):
+        return self.weight.dtype
 
     @property
     def context_length(self) -> int | None:

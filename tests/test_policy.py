@@ -274,6 +274,16 @@ def test_dropout_is_off_in_every_pass():
 
 
 # ----------------------------------------------------------------------------------------- float32 masters, checkpointing
+def test_a_model_that_changes_its_precision_later_is_followed():
+    """Keeps out a device or precision that was read once: model.double() after the policy was made, and float32 masks."""
+    policy = Policy(tiny_model(V))
+    policy.model.double()
+    cache = policy.new_cache(1, 8)
+    logits = torch.stack([policy.step(torch.tensor([[i]]), [1], cache)[0] for i in (5, 6, 7)])
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits, policy.replay(torch.tensor([[5, 6, 7]]))[0].detach(), atol=1e-5, rtol=1e-5)
+
+
 def test_masters_keep_what_bfloat16_rounds_away():
     """Keeps out steps and gradients that are lost in bfloat16. Below 1 its numbers lie 2^-8 apart: three steps of 2^-10 are nearer to the next
     one, one or two (a tie, to even) are not; and 1 + 2^-9 lies half-way, so a sum there would stay 1."""
