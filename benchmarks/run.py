@@ -397,7 +397,7 @@ def main(argv):
     for name, rows in parts(o):
         for part, unit, peer, ours, ratio, goal in rows if not o.only or o.only in name else ():
             met = goal and (ratio >= goal[1] if goal[0] == ">=" else ratio <= goal[1])
-            wanted = "" if not goal else f"{goal[0]} {goal[1]:g}" + ("" if met else ", missed")
+            wanted = "" if not goal else f"{goal[0]} {goal[1]:g}" + ("" if met or o.quick else ", missed")
             print(f"{part:60}{unit:>10}{peer:12.5g}{ours:12.5g}{ratio:9.3g}   {wanted}", flush=True)
             result[part] = {"unit": unit, "peer": peer, "ours": ours, "ratio": ratio, "goal": wanted}
     print(json.dumps(result))
