@@ -265,19 +265,20 @@ def main(argv: list[str]) -> None:
         policy.gradient_checkpointing = o.gradient_checkpointing
         return policy, tokenizer
 
-    policy, tokenizer = weights(o.model) if o.model else (None, None)
-    if o.model and not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
-        raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
-                         "and --max-turn-tokens")
+    if start := o.model:
+        policy, tokenizer = weights(start)
+        if not o.data and tokenizer.get_vocab() != world_tokenizer().get_vocab() and DEFAULTS["lr"][0] == o.lr:
+            raise ValueError(f"{o.model} is not the tiny policy, whose learning rates would destroy it; give --lr (1e-6, say), --cold-start-lr "
+                             "and --max-turn-tokens")
     settings = vars(o) | {"contents": {name: identity(getattr(o, name)) for name in ("data", "corpus", "model", "sft_data") if getattr(o, name)}}
-    run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})      # no other process from here on
     begun = read_object(out / "config.json").get("contents", {}) if (out / "config.json").exists() else settings["contents"]
     if changed := [name for name, found in settings["contents"].items() if begun.get(name) != found]:
         raise ValueError(f"--{changed[0].replace('_', '-')} {getattr(o, changed[0])} is not what {out} was begun with; bring that back, or start "
                          "a run of its own")
+    run = Run(out, o.save_every, {name: value for name, value in settings.items() if name not in HARMLESS})      # no other process from here on
     write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
-    start = o.model or world_policy(out / "init", o.seed)
-    if not o.model:
+    if not start:
+        start = world_policy(out / "init", o.seed)
         policy, tokenizer = weights(start)
     print(f"{o.policy} policy, gate {o.gate}, memory weight {o.memory_weight}, {sum(p.numel() for p in policy.parameters()):,} parameters "
           f"on {policy.device}, seed {o.seed}" + (f"; going on after step {run.state['step']} of {run.state['stage']}" if run.path else

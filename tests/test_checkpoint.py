@@ -238,13 +238,14 @@ def test_other_files_under_the_same_names_are_refused(tmp_path, monkeypatch):
     files["--corpus"].write_text('{"title": "Ada", "text": "Ada has pet crow Max."}\n')
     out, options = tmp_path / "run", [*SMALL, "--cold-start-steps", 0, "--eval-questions", 0, "--steps", 1, "--resume", *(x for pair in files.items() for x in pair)]
     finish(out, *options, deadly=("save_file", 1), codes=[-signal.SIGKILL])
-    for name, path in files.items():
+    for name, path in [*files.items(), *files.items()]:        # before there is a checkpoint, and with one
         path = path / "model.safetensors" if name == "--model" else path
         kept = path.read_bytes()
         path.write_bytes(kept.replace(b"a", b"o", 1) if name != "--model" else kept[:-1] + bytes([kept[-1] ^ 1]))
-        assert f"{name} {files[name]} is not what {out} was begun with" in finish(out, *options, codes=[2])
+        assert f"{name} {files[name]} is not what {out} was begun with" in finish(out, *options, codes=[2]).splitlines()[-1]
         path.write_bytes(kept)
-    finish(out, *options)
+        if name == "--model":
+            finish(out, *options)
     assert identity("Qwen2.5-1.5B") is None
     monkeypatch.setattr(checkpoint, "PIECE", 4)                # of a large file its beginning, its end and its size count
     found = set()
