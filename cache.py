@@ -19,6 +19,13 @@ def check_room(cache, end: torch.Tensor) -> None:
                          "ask new_cache for a larger max_length")
 
 
+def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Two parts of a store change places: by copies, which cost far less than indexing the store by the pair."""
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
 class SlotCache(Cache):
     """Keys and values of B rows; the token at position p of row b lies in slot p, so there are no holes and no padding.
 
@@ -62,10 +69,8 @@ class SlotCache(Cache):
         pair, swapped = [a, b], [b, a]
         K = int(self.length[pair].max())
         self.length[pair] = self.length[swapped]
-        for tensor in self.keys + self.values:                 # by slices, which costs far less than indexing by pair
-            row = tensor[a, :, :K].clone()
-            tensor[a, :, :K] = tensor[b, :, :K]
-            tensor[b, :, :K] = row
+        for store in self.keys + self.values:
+            exchange(store[a, :, :K], store[b, :, :K])
 
     def copy_rows(self, source: "SlotCache", rows: list[int]) -> None:
         """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""

@@ -26,7 +26,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen2Config, Qwen2ForCa
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from cache import SlotCache
+from cache import SlotCache, additive, exchange
 from policy import Policy, load_policy, run_script
 
 FAMILIES = {Qwen2ForCausalLM: modeling_qwen2, LlamaForCausalLM: modeling_llama}
@@ -118,7 +118,7 @@ class ChunkCache:
         old, t = self.old[:len(position), None, None], position[:, :, None]           # [n,1,1], [n,S,1]
         slot = torch.arange(self.M + self.W)
         sees = torch.where(slot < self.M, slot < old, old + slot - self.M <= t)       # [n,S,M+W]
-        return torch.zeros(sees.shape, dtype=self.near.dtype).masked_fill_(~sees, -torch.inf).to(self.near.device)[:, None]
+        return additive(sees, self.near.dtype).to(self.near.device)[:, None]
 
     def read(self, l: int) -> list[torch.Tensor]:
         """Keys and values that layer l sees in the open rows: [2,n,H,M,D] of the store, if there are any, and [2,n,H,W,D]."""
@@ -129,8 +129,8 @@ class ChunkCache:
         """Exchange two rows."""
         pair, swapped = [a, b], [b, a]
         self.length[pair] = self.length[swapped]
-        for tensor in (self.near, self.store):
-            tensor[:, :, pair] = tensor[:, :, swapped]
+        for store in (self.near, self.store):
+            exchange(store[:, :, a], store[:, :, b])
 
     def copy_rows(self, source: "ChunkCache", rows: list[int]) -> None:
         """Row b becomes a copy of row rows[b] of `source`: a prompt that a group shares is prefilled once."""
@@ -328,7 +328,7 @@ class FeedbackCache(SlotCache):
 
     def swap(self, a: int, b: int) -> None:
         super().swap(a, b)
-        self.state[[a, b]] = self.state[[b, a]]
+        exchange(self.state[a], self.state[b])
 
     def copy_rows(self, source: "FeedbackCache", rows: list[int]) -> None:
         super().copy_rows(source, rows)
