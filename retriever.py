@@ -98,6 +98,7 @@ def read_blocks(texts: Iterable[str], size: int, folder: Path | None) -> tuple[d
     terms, lengths, blocks, first = [], array("i"), [], 0          # [m], [N]
 
     def close_block():
+        """Sort what has gathered, and keep it or write it out."""
         block = sort_block(terms, lengths[first:], first)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -172,8 +173,11 @@ class BM25:
                     bar.update(len(docs))
 
         if folder is None:
-            none = np.empty(0, np.int32), np.empty(0, np.float32)
-            self.docs, self.scores = map(np.concatenate, zip(none, *scored()))     # [P], [P]
+            self.docs, self.scores = np.empty(self.indptr[-1], np.int32), np.empty(self.indptr[-1], np.float32)    # [P]
+            end = 0
+            for docs, scores in scored():
+                start, end = end, end + len(docs)
+                self.docs[start:end], self.scores[start:end] = docs, scores
         else:
             self.write(folder, scored())
             self.map(folder)
