@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -117,11 +118,14 @@ def optimizer_step(policy, optimizer, max_norm: float, finite) -> float | None:
 
 # ---- one RL step, in the paper's order ----
 
-def score(policy, tokenizer, t, format_score: float) -> float | None:
-    """compute_score; None, and a warning, where it fails or the teacher cannot read a snapshot: that costs the trajectory, not its group."""
+def score(t, format_score: float, window: int | None, answer_tokens) -> float | None:
+    """compute_score; None, and a warning, where it fails or the teacher cannot read a snapshot: that costs the trajectory, not its group.
+
+    answer_tokens(gold): how many tokens follow a snapshot when the teacher reads it.
+    """
     try:
-        longest, window = max(map(len, t.full_traj + t.mem_traj), default=0), getattr(policy, "context_length", None)
-        if longest and window and longest + len(build_answer(tokenizer, t.question["answers"][0])[0]) > window:
+        longest = max(map(len, t.full_traj + t.mem_traj), default=0)
+        if longest and window and longest + answer_tokens(t.question["answers"][0]) > window:
             raise ValueError(f"a memory's context and the answer exceed the model's {window} tokens")
         return float(compute_score(t.turns, t.question["answers"], format_score))
     except Exception as error:                                 # whatever a scorer, or an odd question, may raise
@@ -134,7 +138,8 @@ def rewards_and_advantages(policy, tokenizer, trajectories, o: Namespace):
 
     A trajectory whose scorer failed has no part in its group, and advantage 0. "broken" lists those whose score or reward is not finite.
     """
-    scores = [score(policy, tokenizer, t, o.format_score) for t in trajectories]
+    answer_tokens = cache(lambda gold: len(build_answer(tokenizer, gold)[0]))          # a group has one
+    scores = [score(t, o.format_score, getattr(policy, "context_length", None), answer_tokens) for t in trajectories]
     full = [[] if s is None else t.full_traj for s, t in zip(scores, trajectories)]
     mem = [[] if s is None else t.mem_traj for s, t in zip(scores, trajectories)]
     golds = ["" if s is None else t.question["answers"][0] for s, t in zip(scores, trajectories)]      # the first alias
