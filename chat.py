@@ -13,6 +13,7 @@ SYSTEM = "You are a helpful assistant."  # always passed, so a template's own de
 
 
 def first_line(error: Exception) -> str:
+    """What an error says in one line; its name, if it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -24,7 +25,6 @@ class Chat:
     """
 
     def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
         def render(*messages):
             return tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False, add_generation_prompt=True)
 
@@ -40,6 +40,7 @@ class Chat:
             raise ValueError("the tokenizer's chat template drops or reorders messages; give the tokenizer a plain chat_template")
         opening, _, to_user, header = re.split("@[123]@", text)
         header = re.sub(r"<think>\s*$", "", header)             # a turn's own tags are the policy's, and <mem> comes first
+        self.tokenizer = tokenizer
         self.opening, self.to_user, self.header = (tokenizer.encode(piece, add_special_tokens=False) for piece in (opening, to_user, header))
         self.special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         controls = [t.content for t in tokenizer.added_tokens_decoder.values()

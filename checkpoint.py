@@ -199,6 +199,7 @@ class Run:
         print("\nstopping after this step; once more stops at once", file=sys.stderr)
 
     def stop(self, number: int, words: str) -> None:
+        """End the process: 130 after Ctrl-C, 0 after SIGTERM."""
         print(f"\n{words}; python train.py --resume --out {self.out} goes on", file=sys.stderr)
         sys.exit(130 if number == signal.SIGINT else 0)
 

@@ -128,6 +128,7 @@ class JsonLines:
         return (self.parse(i, line) for i, (_, line) in enumerate(corpus_lines(self.path)))
 
     def parse(self, i: int, line: bytes) -> dict:
+        """Document i from its line; ValueError, with file and line number, if it is none."""
         try:
             return corpus_document(json.loads(line.decode("utf-8-sig")), i)
         except (ValueError, RecursionError) as error:

@@ -272,6 +272,7 @@ def finished(path: Path, plan: list) -> tuple[list[dict], int]:
 
 
 def sizes(o: Namespace) -> dict[str, int]:
+    """The options of how much of a document is shown, as a Retriever takes them."""
     return {name: getattr(o, name) for name in ("max_doc_chars", "page_chars", "max_pages")}
 
 
@@ -346,7 +347,7 @@ def main(argv: list[str]) -> None:
     if len(folders) > 1:
         return compare(folders)
     folder, result = folders[0], {}
-    o = Namespace(**read_object(folder / "config.json"))
+    o = Namespace(**config)
     data = load_data(o.data, o.corpus, o.seed, o.eval_questions, o.eval_split, INSTRUCTIONS)
     if not data.eval:
         raise ValueError(f"{folder} holds no questions out; train with --eval-questions to have a table, or give its weights to --model, with --data")

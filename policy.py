@@ -53,6 +53,7 @@ class TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, W, y, temperature):
+        """-> [n] in float32; the log of the normaliser is built up over the blocks, as in a streaming softmax."""
         top, own = h.new_full((2, len(h)), -torch.inf, dtype=torch.float32)                         # [n] running maximum; logit of y
         total = torch.zeros_like(top)                                                               # [n] Σ exp(logit − top)
         for v, _, logits in TokenLogProb.blocks(h, W, temperature):
@@ -67,6 +68,7 @@ class TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        """g [n] -> ∂h [n,E] and ∂W [V,E], whose rows are each written once."""
         h, W, y, logsum = ctx.saved_tensors
         g, dh, dW = (g / ctx.temperature)[:, None], h.new_zeros(h.shape, dtype=torch.float32), torch.empty_like(W)
         for v, rows, logits in TokenLogProb.blocks(h, W, ctx.temperature):
@@ -249,6 +251,7 @@ def master_weights(policy) -> list[torch.nn.Parameter]:
     copy; its .grad takes every gradient of its parameter in float32 as soon as the backward pass has it, and the parameter keeps none.
     """
     def master(p):
+        """The float32 copy of p, which a hook hands every gradient of p."""
         copy = torch.nn.Parameter(p.detach().float())
 
         def take(p):
@@ -360,9 +363,8 @@ def load_policy(name: str, dtype: str = "float32", device: str | None = None):
                                                              trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options)
         if not tokenizer.encode("text", add_special_tokens=False):
             raise ValueError("it brings no tokenizer; copy the tokenizer's files there")
-        if tokenizer.vocab_size > model.get_input_embeddings().weight.shape[0]:
-            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens and its weights have {model.get_input_embeddings().weight.shape[0]}; "
-                             "they belong to different models")
+        if tokenizer.vocab_size > (V := model.get_input_embeddings().weight.shape[0]):
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size} tokens and its weights have {V}; they belong to different models")
         if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
             raise ValueError(f"its weights lack {wrong[0]} and {len(wrong) - 1} more in the shapes that config.json names; they would be random")
     if gguf:                                                   # saved again it is an ordinary float model

@@ -8,7 +8,7 @@ Letters: n rows at work, N rows computed, K slots, V vocabulary. Left out: prefi
 """
 import torch
 
-from cache import SlotCache, additive, check_room
+from cache import SlotCache, additive
 from policy import Policy
 
 
@@ -55,7 +55,6 @@ class Captured(Policy):
         n = len(lengths)
         if start or int(lengths.max()) > 1:
             return super()._step(input_ids, lengths, cache, start)
-        check_room(cache, cache.length[:n] + 1)
         N = min(1 << (n - 1).bit_length(), len(cache.length))
         K = min(-(-(int(cache.length[:N].max()) + 1) // self.slots) * self.slots, cache.max_length)
         token, position, step = cache.steps.get((N, K, cache.place())) or (*torch.zeros(2, N, dtype=torch.long, device=self.device), None)

@@ -23,6 +23,7 @@ from forecast import estimate, shapes  # noqa: E402
 from lastkv import under_rule  # noqa: E402
 from options import parse_options  # noqa: E402
 from policy import DTYPE, Policy, master_weights  # noqa: E402
+from timing import resident  # noqa: E402
 from train import update  # noqa: E402
 
 CASES = [(phase, rule, dtype, checkpointing) for dtype in ("float32", "bfloat16") for rule in ("full", "lastkv")
@@ -61,11 +62,6 @@ def run(config, o, phase: str) -> None:
             size = min(most, tokens - fed)
             sample(policy.step(torch.randint(config.vocab_size, (rows, size)), [size] * rows, cache), 1.0)
             fed += size
-
-
-def resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (the peak) of this process, in bytes."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
 
 
 def measure(phase: str, rule: str, dtype: str, checkpointing: str) -> int:

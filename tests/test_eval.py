@@ -14,14 +14,13 @@ import eval as evaluation
 from agent_loop import INSTRUCTIONS, TAGS, Trajectory, information
 from data import load_data, objectives
 from eval import evaluate, figures, interval, main, mean, run, show
-from helpers import ScriptedPolicy, greedy_tokenizer
+from helpers import ROOT, ScriptedPolicy, greedy_tokenizer
 from chat import SYSTEM, Chat
 from checkpoint import lock
 from policy import load_policy, run_script
 from reward import em_check, f1_score
 from world import world_policy, world_questions, world_tokenizer
 
-ROOT = Path(__file__).parents[1]
 
 
 def answered(turns, answers=("Bergen",)):

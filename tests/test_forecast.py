@@ -1,7 +1,6 @@
 """forecast.py against numbers worked by hand, and against what torch's own allocator says of the same passes."""
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,13 @@ from transformers import Qwen2Config
 
 import policy as policy_module
 from forecast import GiB, estimate, fits, shapes
-from helpers import tiny_model
+from helpers import ROOT, tiny_model
 from lastkv import LastKV
 from mempo import ppo_loss
 from options import parse_options
 from policy import Policy, master_weights
 from train import optimizer_step
 
-ROOT = Path(__file__).parents[1]
 # parameters of helpers.tiny_model(40): embedding and head 2·40·32; a layer: q 32·32 + 32, k and v 2·(32·16 + 16), o 32·32, the feed-forward
 # 3·32·64, two norms 2·32; the last norm 32
 P = 2 * 1280 + 2 * (1056 + 2 * 528 + 1024 + 6144 + 64) + 32
